@@ -75,12 +75,6 @@ class Constant:
         """The one constant for all positions."""
         return Constant(self.rest, self.rest)
 
-    def rows(self, length: int) -> Float64[Tensor, "pos 1"]:
-        """Return the divisor of every position of one prompt."""
-        rows = torch.full((length, 1), self.rest, dtype=torch.float64)
-        rows[:1] = self.first
-        return rows
-
 
 def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int[Tensor, " _"]]) -> dict[str, Constant]:
     """Return the mean sigma of each norm over the tokens of some prompts, at position 0 and elsewhere.
@@ -296,7 +290,7 @@ def edited_loss(
 
 def _frozen(norms: Sequence[Norm], variant: str, constants: Mapping[str, Constant]) -> list[str]:
     """Return the names of those norms whose sigma a variant replaces by one of these constants."""
-    frozen = [n.name for n in norms if VARIANTS[variant].takes_scaling(n)]
+    frozen = [n.name for n in norms if "scaling" in VARIANTS[variant].effect(n)]
     missing = [name for name in frozen if name not in constants]
     if missing or not frozen:
         raise ValueError(f"there is no constant for {some(missing or [norm.name for norm in norms])} ({variant})")

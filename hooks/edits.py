@@ -1,9 +1,9 @@
 """Edit a running model: remove a term of its norms, or hold what they divide by.
 
 Freezing scale: Heimersheim 2024, "You can remove GPT2's LayerNorm by fine-tuning"; projection and scaling as terms:
-Brody, Alon & Yahav 2023. A norm's own gradient lets sigma answer to every part of its input, which first-order
-attribution (attribution patching: Syed, Rager & Conmy 2023; LRP for transformers: Ali et al. 2022; transcoder circuits:
-Dunefsky et al. 2024) does not want: with sigma held, a gradient times a part is what that part gives through the norm.
+Brody, Alon & Yahav 2023. With sigma held, a gradient times a part of the input is what that part gives through the
+norm, as first-order attribution wants it (attribution patching: Syed, Rager & Conmy 2023; LRP for transformers: Ali et
+al. 2022; transcoder circuits: Dunefsky et al. 2024).
 
 Every pass inside runs on the edited model (a loss, `generate`, `run_with_cache`, `run_with_hooks`); afterwards the
 model is unchanged, bit for bit. The hooks are in `norm_edits`.
@@ -11,7 +11,6 @@ model is unchanged, bit for bit. The hooks are in `norm_edits`.
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,15 +50,7 @@ from ln_probe.hooks.model import (
     unedited,
 )
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm, is_heads_first
-from ln_probe.hooks.norm_edits import (
-    Edit,
-    HeadEdit,
-    InterventionError,
-    LinearEdit,
-    LostEditError,
-    NormEdit,
-    installed,
-)
+from ln_probe.hooks.norm_edits import Edit, HeadEdit, InterventionError, LinearEdit, LostEditError, NormEdit, installed
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
 from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded
 
@@ -82,7 +73,7 @@ class Intervention(OneLine):
         variant: "no_scaling", "no_projection" or "both_removed".
         sites: names of the norms that are edited.
         divisors: the constants at position 0 and elsewhere, by norm; empty where scaling stays.
-        no_ops: norms at which the edit changes nothing, because they do not have the term, and why.
+        no_ops: names of the norms at which the edit changes nothing, because they do not have the term.
 
     Example:
         >>> with ln_probe.hooks.without(model, "projection", sites="all") as edit:
@@ -92,7 +83,7 @@ class Intervention(OneLine):
     variant: str
     sites: tuple[str, ...]
     divisors: Mapping[str, Constant]
-    no_ops: Mapping[str, str]
+    no_ops: tuple[str, ...]
 
 
 @contextmanager
@@ -116,37 +107,32 @@ def without(
     Args:
         model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
         what: "projection" (x / sigma instead of Px / sigma), "scaling" (Px / c) or "both" (x / c).
-        sites: the norms that attention reads ("attention"), that an MLP reads ("mlp"), that the unembedding reads
-            ("final"), every norm ("all", norms inside attention included), or names: "blocks.0.ln1", that of a hook
-            point of it, or "ln1" for every block's.
-        scale: the constant c that replaces sigma. "frozen": two numbers per norm, its mean sigma at position 0 and
-            over the other calibration tokens, in the unedited model. "uniform": the second of them everywhere.
-            "optimal": the two numbers per norm that minimize the model's next-token loss with all these norms edited
-            together; a bundled model brings them for "attention" and "all", otherwise they are fitted on entering,
-            which takes minutes (pass `divisors` of what this yields to use them again). A mapping from names of norms:
-            constants measured before, such as `report.constants.of(i)`. A number: that number everywhere (a change of
-            the loss then mixes the loss of scaling with a change of size).
-        tokens: tokens that the first three are measured or fitted on, [batch pos], or a list of rows of their own
-            lengths. None: the prompts that `analyze` measures by default.
-        only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
-        heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is
-            left at "attention", and means the norms that these blocks' attention reads. Query heads that share a key
-            are edited together.
+        sites: norms by what reads them ("attention", "mlp", or "final": the unembedding), every norm ("all", with those
+            inside attention), or names: "blocks.0.ln1", that of a hook point of it, or "ln1" for every block's.
+        scale: the constant c that replaces sigma.
+            "frozen": a norm's mean sigmas in the unedited model, one for position 0 and one for all others.
+            "uniform": the second of them everywhere.
+            "optimal": two numbers per norm that minimize the next-token loss with all these norms edited together.
+                They are fitted on entering, which takes minutes; a bundled model brings them for "attention" and "all".
+            A mapping from names of norms to constants, such as `divisors` of what this yields.
+            A number: that number everywhere. (A change of the loss is then due to a change of size, too.)
+        tokens: what constants are measured on, [batch pos] or a list of rows. None: the default prompts of `analyze`.
+        only: "queries", "keys" or "values": edit what this projection of attention reads, and leave the others.
+        heads: (layer, head) pairs: edit what these heads read, and leave the others; `sites` is left out. Query heads
+            that share a key are edited together.
 
     Yields:
         An `Intervention`: the edited norms and their constants.
 
     Raises:
         TypeError, ValueError: no such model; unusable tokens or constants; activations that are not finite.
-        InterventionError: an unknown term or norm; a norm that is under an intervention already; heads that cannot be
-            edited alone.
+        InterventionError: an unknown term or norm; a norm that is edited already; heads that cannot be edited alone.
         LostEditError: an edit does not reach the model's output; names the norm.
 
     Warns:
         NoOpWarning: the edit changes nothing at a norm that does not have the term (projection, an RMSNorm).
-        UserWarning: "all" leaves out norms without hook points; dropout is on, so that every pass differs; a fit of
-            loss-optimal constants did not converge; a pass with gradient checkpointing, which runs again, without the
-            edit, in a `backward()` after the block.
+        UserWarning: "all" leaves out norms without hook points; dropout is on; a fit did not converge; the model uses
+            gradient checkpointing.
 
     Example:
         >>> with ln_probe.hooks.without(model, "scaling", sites="attention") as edit:
@@ -162,10 +148,16 @@ def without(
         raise InterventionError("only and heads are not for a Hugging Face model in memory: ln_probe.load_model it")
     _refuse_twice(norms, linear=False)
     constants = _constants(choice, scale, tokens)
-    no_ops = {norm.name: reason for norm in norms if (reason := no_op(norm, choice.variant))}
-    _warn(what, choice, no_ops)
+    edited = [norm for norm in norms if VARIANTS[choice.variant].effect(norm)]
+    no_ops = tuple(norm.name for norm in norms if norm not in edited)
+    if no_ops:
+        where = some(no_ops) if edited else "every norm"
+        warnings.warn(f"without {what!r} changes nothing at {where}: there is no such term", NoOpWarning, stacklevel=3)
+    dropouts = (module for module in choice.structure.modules if isinstance(module, nn.Dropout))
+    if any(module.training and module.p > 0 for module in dropouts):
+        warnings.warn("dropout is on, so every pass differs: model.eval()", stacklevel=3)
     edits: list[Edit] = []
-    for norm in (norm for norm in norms if norm.name not in no_ops):
+    for norm in edited:
         pair = constants[norm.name].pair if norm.name in constants else None
         edit = NormEdit.of(norm, choice.variant, pair, f"without {what!r}")
         edits.append(edit if choice.heads is None else HeadEdit(edit, choice.letters, choice.heads[norm.name]))
@@ -195,7 +187,7 @@ def _choice(
 ) -> _Choice:
     """Return what the arguments of `without` say."""
     if not isinstance(what, str) or what not in VARIANT_WITHOUT:
-        raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
+        raise InterventionError(f"unknown term {what!r}: give one of {', '.join(VARIANT_WITHOUT)}")
     hooked, variant = check_model(model), VARIANT_WITHOUT[what]
     structure = structure_of(hooked)
     every = list(structure.norms)
@@ -203,13 +195,13 @@ def _choice(
     norms = choose(every, sites if readers is None else list(readers))
     if sites == "all":
         _warn_of_unhooked(structure)
-    if readers is None:
-        _refuse_lost(structure, [norm for norm in norms if VARIANTS[variant].effect(norm)])
+    if readers is None and (lost := structure.lost_at([n for n in norms if VARIANTS[variant].effect(n)])):
+        raise LostEditError(next(iter(lost.values())))
     return _Choice(hooked, structure, variant, every, norms, PARTS.get(only or "", "qkv"), readers)
 
 
 def _own_norms(given: Any, choice: _Choice) -> Sequence[Norm]:
-    """Return the norms with the modules to edit: of a Hugging Face model in memory its own, not its bridge's."""
+    """Return the norms with the modules to edit: a Hugging Face model's own, not those of its bridge."""
     if not is_hugging_face(given):
         return choice.norms
     paths = {module: path for path, module in cast(Any, choice.model).original_model.named_modules()}
@@ -217,17 +209,8 @@ def _own_norms(given: Any, choice: _Choice) -> Sequence[Norm]:
     own = {name: given.get_submodule(path.replace("._original_component", "")) for name, path in own.items()}
     for norm in choice.norms:
         if len(names := [name for name, module in own.items() if module is own[norm.name]]) > 1:
-            raise InterventionError(f"{some(names)} are one module, which runs more than once in a pass: edit a bridge")
+            raise InterventionError(f"{some(names)} are one module, which runs more than once: edit a bridge")
     return [replace(norm, module=own[norm.name]) for norm in choice.norms]
-
-
-def no_op(norm: Norm, variant: str) -> str:
-    """Return why a variant changes nothing at a norm, which does not have the terms; empty if it may."""
-    removes = VARIANTS[variant].removes
-    if not removes or VARIANTS[variant].effect(norm):
-        return ""
-    reasons = {"projection": "it has no projection", "scaling": "it does not scale"}
-    return f"{norm.kind}: " + " and ".join(reason for term, reason in reasons.items() if term in removes)
 
 
 def members(norms: Sequence[Norm], group: str) -> list[Norm]:
@@ -239,39 +222,32 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
     """Return the norms that a user asked for, in the order of the forward pass.
 
     Raises:
-        InterventionError: no norms, an empty group, or an unknown name (the nearest are suggested).
+        InterventionError: no norms, an empty group, or an unknown name.
     """
     if not norms:
-        raise InterventionError("the model has no normalization: there is no projection or scaling to remove")
+        raise InterventionError("the model has no normalization: there is no term to remove")
+    groups, names = ", ".join(GROUPS), some([norm.name for norm in norms])
     if isinstance(sites, str) and sites in GROUPS:
         if not (chosen := members(norms, sites)):
-            raise InterventionError(f"no norm belongs to sites={sites!r}; give names: {some([n.name for n in norms])}")
+            raise InterventionError(f"no norm belongs to sites={sites!r}; give names: {names}")
         return chosen
     if not isinstance(sites, str | Sequence) or not len(sites):
-        raise InterventionError(f"sites must be one of {', '.join(GROUPS)} or names of norms, got {sites!r}")
-    names = set[str]()
+        raise InterventionError(f"sites must be one of {groups} or names of norms, got {sites!r}")
+    chosen = []
     for given in [sites] if isinstance(sites, str) else sites:
         own = (given, str(given).rpartition(".hook_")[0])
-        named = [n.name for n in norms if n.name in own or n.name.endswith(f".{given}")]
+        named = [n for n in norms if n.name in own or n.name.endswith(f".{given}")]
         if not named:
-            near = difflib.get_close_matches(str(given), [*(n.name for n in norms), *GROUPS], n=3, cutoff=0.3)
-            options = some(near or [n.name for n in norms])
-            raise InterventionError(f"no norm called {given!r}; choose from {options} (a group stands alone)")
-        names.update(named)
-    return [n for n in norms if n.name in names]
-
-
-def _refuse_lost(structure: Structure, norms: Sequence[Norm]) -> None:
-    """Raise LostEditError if an edit of one of these norms does not reach the model's output."""
-    if lost := [structure.lost[norm.name] for norm in norms if norm.name in structure.lost]:
-        raise LostEditError(lost[0])
+            raise InterventionError(f"no norm called {given!r}: give one group ({groups}) or names ({names})")
+        chosen += named
+    return [n for n in norms if n in chosen]
 
 
 def _refuse_twice(norms: Sequence[Norm], *, linear: bool) -> None:
     """Raise InterventionError if a norm is under an edit of this kind already."""
     for norm in norms:
         if active := [edit for edit in edits_on(norm.module) if isinstance(edit, LinearEdit) == linear]:
-            raise InterventionError(f"{norm.name} is already under {active[0].label}: leave that `with` block first")
+            raise InterventionError(f"{norm.name} is already under {active[0].label}: leave that block first")
 
 
 def _constants(
@@ -279,9 +255,9 @@ def _constants(
 ) -> Mapping[str, Constant]:
     """Return what each of these norms that scales divides by instead of its sigma."""
     model, names = choice.model, [norm.name for norm in choice.every]
-    frozen = [norm for norm in choice.norms if VARIANTS[choice.variant].takes_scaling(norm)]
+    frozen = [norm for norm in choice.norms if "scaling" in VARIANTS[choice.variant].effect(norm)]
     if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
-        raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
+        raise InterventionError(f"scale is given for {unknown[0]!r}, which is none of the norms {some(names)}")
     rows, notes = ([], ()) if tokens is None else unpadded(model, check_tokens(model, tokens))
     for note in notes:
         warnings.warn(f"tokens: {note}", stacklevel=4)
@@ -302,16 +278,6 @@ def _constants(
     return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
 
 
-def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
-    if no_ops:
-        where = "every norm" if len(no_ops) == len(choice.norms) else some(list(no_ops))
-        reasons = "; ".join(sorted(set(no_ops.values())))
-        warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
-    dropouts = (module for module in choice.structure.modules if isinstance(module, nn.Dropout))
-    if any(module.training and module.p > 0 for module in dropouts):
-        warnings.warn("dropout is on, so every pass differs: model.eval()", stacklevel=4)
-
-
 def _warn_of_unhooked(structure: Structure) -> None:
     if structure.unhooked:
         warnings.warn(f"norms without hook points are not edited: {some(structure.unhooked)}", stacklevel=5)
@@ -327,7 +293,7 @@ def _readers(
     """Return who sees an edit, from the arguments of `without`; None: everything that reads the norms."""
     if heads is not None:
         if sites != "attention" or only is not None:
-            raise InterventionError("heads says which norms are edited, and for whom: leave out sites and only")
+            raise InterventionError("heads says what is edited: leave out sites and only")
         return _by_norm(model, norms, heads)
     if only is None:
         return None
@@ -335,7 +301,7 @@ def _readers(
         raise InterventionError(f"only must be one of {', '.join(map(repr, PARTS))}, got {only!r}")
     chosen = choose(norms, sites)
     if wrong := [n for n in chosen if "attention" not in n.reads.split("+")]:
-        raise InterventionError(f"only={only!r} is for norms that attention reads: {wrong[0].name} is none")
+        raise InterventionError(f"only is for norms that attention reads: {wrong[0].name} is none")
     return {norm.name: dict.fromkeys(norm.attention_layers) for norm in chosen}
 
 
@@ -343,24 +309,22 @@ def _by_norm(
     model: HookedModel, norms: Sequence[Norm], heads: Sequence[tuple[int, int]]
 ) -> dict[str, dict[int, list[int]]]:
     """Return those heads by the norm that their attention reads, and by block."""
-    by_layer: dict[int, set[int]] = {}
-    for layer, head in heads:
-        if not (0 <= layer < n_layers(model) and 0 <= head < head_count(model, layer)):
-            raise InterventionError(f"heads: there is no head {head} in a layer {layer} of this model")
-        by_layer.setdefault(int(layer), set()).add(int(head))
-    if not by_layer:
-        raise InterventionError("heads is empty: give (layer, head) pairs")
     by_norm: dict[str, dict[int, list[int]]] = {}
-    for layer, chosen in by_layer.items():
-        count = head_count(model, layer)
+    for layer in sorted({layer for layer, _ in heads}):
+        chosen = sorted({head for each, head in heads if each == layer})
+        count = head_count(model, layer) if 0 <= layer < n_layers(model) else 0
+        if wrong := [head for head in chosen if not 0 <= head < count]:
+            raise InterventionError(f"heads: there is no head {wrong[0]} in a layer {layer} of this model")
         norm = next((n for n in norms if layer in n.attention_layers), None)
         if norm is None:
             raise InterventionError(f"heads: the attention of layer {layer} reads no norm")
         group = count // int(getattr(model.cfg, "n_key_value_heads", None) or count)  # query heads that share a key
         for first in range(0, count, group):
-            if 0 < len(chosen & set(range(first, first + group))) < group:
+            if 0 < len({*chosen} & {*range(first, first + group)}) < group:
                 raise InterventionError(f"heads {first} to {first + group - 1} of layer {layer} share a key: give all")
-        by_norm.setdefault(norm.name, {})[layer] = sorted(chosen)
+        by_norm.setdefault(norm.name, {})[layer] = chosen
+    if not by_norm:
+        raise InterventionError("heads is empty: give (layer, head) pairs")
     return by_norm
 
 
@@ -383,22 +347,21 @@ class _Linearized:
     def __call__(self, model: object, sigma: Sigma = OWN) -> Iterator[tuple[str, ...]]:
         """Hold sigma at every norm inside a `with` block, so that each norm is a linear map.
 
-        With the norms' own sigmas the forward pass is unchanged, but for rounding (a bridge recomputes a norm whose
-        scale is replaced: up to 5e-6). `without` nests with it in either order: an edited norm keeps its edit, and what
-        it still divides by is held. Gradients reach gains and biases.
+        With the norms' own sigmas the forward pass is unchanged up to rounding (5e-6 in a bridge). `without` nests with
+        it in either order: an edited norm keeps its edit, and what it still divides by is held. Gradients reach gains
+        and biases.
 
         Args:
             model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
-            sigma: "own", each token's own sigma, detached; or sigma per token from another run by the norm's name,
-                [pos] or [batch pos] ([batch pos head] for norms of single heads), as `sigmas` gives; norms it does not
-                name keep their own.
+            sigma: "own", each token's own sigma, detached; or sigmas of another run by the norm's name, as `sigmas`
+                gives them: [pos] or [batch pos] ([batch pos head] for norms of heads). Other norms hold their own.
 
         Yields:
             The names of the norms.
 
         Raises:
-            InterventionError: no norm; linearized already; an unknown name; a sigma that is not positive or, at a
-                forward pass, of another number of tokens.
+            InterventionError: no norm; linearized already; an unknown name; sigmas that are not positive, or are of
+                another number of tokens than the pass.
             LostEditError: at some norm the edit does not reach the output; names it.
         """
         choice, given = _linear_norms(model, sigma)
@@ -408,7 +371,7 @@ class _Linearized:
             yield tuple(norm.name for norm in choice.every)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
-        """Return the sigma of every norm at every token, by the norm's name; one forward pass in evaluation mode.
+        """Return the sigma of every norm at every token, by the norm's name, from a pass in evaluation mode.
 
         Args:
             model: as above.
@@ -434,26 +397,25 @@ class _Linearized:
 linearized = _Linearized()
 
 
-def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, dict[str, Tensor]]:
+def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, Mapping[str, Tensor]]:
     """Return the norms whose sigma is held, and the sigmas of another run by name."""
     hooked = check_model(model)
     structure = structure_of(hooked)
-    every, given = list(structure.norms), dict[str, Tensor]()
+    every, names = list(structure.norms), [norm.name for norm in structure.norms]
     if not every:
         raise InterventionError("the model has no normalization: it is linear there already")
-    if not (isinstance(sigma, str) and sigma == OWN):
-        if not isinstance(sigma, Mapping):
-            raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
-        names = [norm.name for norm in every]
-        for name, value in sigma.items():
-            if name not in names:
-                raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
-            if not isinstance(value, Tensor) or not bool(((value > 0) & torch.isfinite(value)).all()):
-                raise InterventionError(f"sigma of {name} must be a tensor of positive finite numbers, one per token")
-            given[name] = value.detach()
+    given = {} if isinstance(sigma, str) and sigma == OWN else sigma
+    if not isinstance(given, Mapping):
+        raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
+    for name, value in given.items():
+        if name not in names:
+            raise InterventionError(f"sigma is given for {name!r}, which is none of the norms {some(names)}")
+        if not isinstance(value, Tensor) or not bool(((value > 0) & torch.isfinite(value)).all()):
+            raise InterventionError(f"sigma of {name} must be a tensor of positive numbers, one per token")
     linear = [norm for norm in every if norm.scales or norm.name in given]
     _warn_of_unhooked(structure)
-    _refuse_lost(structure, linear)
+    if lost := structure.lost_at(linear):
+        raise LostEditError(next(iter(lost.values())))
     return _Choice(hooked, structure, "", every, linear), given
 
 
@@ -463,7 +425,7 @@ FwdHooks = list[tuple[str, Callable[..., Any]]]
 
 
 def linearized_hooks(model: object, sigma: Sigma = OWN) -> FwdHooks:
-    """Return `linearized` as hooks on the norms' `hook_scale`, for `run_with_hooks(fwd_hooks=…)` and `model.hooks(…)`.
+    """Return `linearized` as hooks on the norms' `hook_scale`, for `run_with_hooks(fwd_hooks=…)`.
 
     Args and errors are those of `linearized`.
 
@@ -483,11 +445,10 @@ def edit_hooks(
     scale: str | float | Tensor | Mapping[str, object] = FROZEN,
     tokens: Rows | None = None,
 ) -> FwdHooks:
-    """Return `without` as hooks, for `run_with_hooks(fwd_hooks=…)` and `model.hooks(…)`.
+    """Return `without` as hooks, for `run_with_hooks(fwd_hooks=…)`. Args and errors are those of `without`.
 
-    A pass must begin at position 0 (no cache, no padding on the left). Without projection the norms need a `hook_in`,
-    as a bridge's and the laboratory's have it, and norms of queries or keys are refused. Args and errors are those of
-    `without`.
+    A pass must begin at position 0 (no cache, no padding on the left). Norms of queries and keys are refused, and
+    without projection norms that have no `hook_in` (HookedTransformer's).
 
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.edit_hooks(model, "scaling", scale=1.0))
@@ -495,7 +456,7 @@ def edit_hooks(
     choice = _choice(model, what, sites)
     constants = _constants(choice, scale, tokens)
     hooks: FwdHooks = []
-    for norm in (norm for norm in choice.norms if not no_op(norm, choice.variant)):
+    for norm in (norm for norm in choice.norms if VARIANTS[choice.variant].effect(norm)):
         edit = NormEdit.of(norm, choice.variant, constants[norm.name].pair if norm.name in constants else None)
         record_at = "hook_scale" if edit.adds_mean is None else "hook_in"
         if record_at not in norm.module._modules:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +24,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 
-@runtime_checkable
 class HookedModel(Protocol):
     """A TransformerLens model: hook points by name, a config, blocks in a row."""
 
@@ -36,43 +36,35 @@ class HookedModel(Protocol):
     def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any: ...
 
 
+_MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def check_model(model: object) -> HookedModel:
     """Return a model that hooks can be put on and whose weights can be measured.
 
-    Of a Hugging Face model in memory it is a bridge that shares the weights (`wrapped`): what is measured on it is true
-    of the model, and edits of it do not reach the model.
+    For a Hugging Face model in memory it is a bridge that shares the weights (`wrapped`). Edits of the bridge do not
+    reach the model.
 
     Raises:
         TypeError: it is something else (says what, and what to pass).
-        ValueError: its weights are quantized, or have no values (meta device) or gradients (inference mode).
+        ValueError: its weights are quantized, or have no values (meta device).
     """
     if isinstance(model, str):
         raise TypeError(f"{model!r} is a string, not a model: load it first, ln_probe.load_model({model!r})")
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if parameter.dtype not in _MEASURABLE or parameter.is_meta:
+            where = "on the meta device" if parameter.is_meta else f"quantized ({parameter.dtype})"
+            raise ValueError(f"{plain_path(name)} is {where}: load the weights in float32, bfloat16 or float16")
     if is_hugging_face(model):
-        check_weights(cast(nn.Module, model))
         return cast(HookedModel, wrapped(model))
     # (A bridge gathers its `hook_dict` anew each time: it is asked for the attribute, not for its value.)
     hookable = hasattr(type(model), "hook_dict") or "hook_dict" in getattr(model, "__dict__", ())
     if not (isinstance(model, nn.Module) and hookable and hasattr(model, "cfg")):
         raise TypeError(
-            f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge, a "
-            "lab model or a Hugging Face model (ln_probe.load_model loads a name or folder)"
+            f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge, "
+            "a lab model or a Hugging Face model"
         )
-    check_weights(model)
     return cast(HookedModel, model)
-
-
-_MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_weights(model: nn.Module) -> None:
-    """Raise ValueError if a parameter of a model cannot be measured: quantized, without values or gradients."""
-    for name, parameter in model.named_parameters():
-        if parameter.dtype not in _MEASURABLE or parameter.is_meta:
-            where = "on the meta device" if parameter.is_meta else f"quantized ({parameter.dtype})"
-            raise ValueError(f"{plain_path(name)} is {where}: load the weights in float32, bfloat16 or float16")
-        if parameter.is_inference():
-            raise ValueError(f"{plain_path(name)} was made in torch.inference_mode: load the model outside it")
 
 
 def modules_of(model: object) -> list[nn.Module]:
@@ -99,16 +91,9 @@ def attentions(model: HookedModel | nn.Module) -> dict[int, nn.Module]:
     return {layer: attn for layer, attn in each if isinstance(attn, nn.Module)}
 
 
-def attention_of(model: HookedModel, layer: int) -> nn.Module:
-    """Return the attention module of a block; ValueError if it has none."""
-    if (attn := attentions(model).get(layer)) is None:
-        raise ValueError(f"block {layer} has no attention whose heads could be edited")
-    return attn
-
-
 def z_point(model: HookedModel, layer: int) -> nn.Module:
-    """Return the hook point of the heads' outputs in a block, [batch pos head d_head] or flat; ValueError if none."""
-    if (point := child_of(attention_of(model, layer), "hook_z")) is None:
+    """Return the hook point of the heads' outputs in a block; ValueError if it has none."""
+    if (point := child_of(attentions(model)[layer], "hook_z")) is None:
         raise ValueError(f"block {layer} has no hook_z, so its heads cannot be edited one by one")
     return point
 
@@ -167,18 +152,18 @@ def child_of(owner: object, *path: str) -> nn.Module | None:
 
 
 def before_projection(model: object, w: Float[Tensor, "row d_embed"]) -> Float[Tensor, "row d_model"]:
-    """Return columns of W_U as readings of the residual stream: others where a `project_out` is between (OPT-350m)."""
+    """Return columns of W_U as readings of the stream, through OPT-350m's `project_out` between them."""
     projection = weight_of(child_of(model, "project_out"), "weight")
     return w if projection is None else w @ projection.to(w)
 
 
 def unembedding(model: HookedModel) -> nn.Module | None:
-    """Return the module that reads the end of the stream (of OPT-350m, the projection before the unembedding)."""
+    """Return the module that reads the end of the stream: the unembedding, or OPT-350m's `project_out`."""
     return child_of(model, "project_out") or child_of(model, "unembed")
 
 
 def flat(output: Any, length: int, batch: int = 1) -> Float[Tensor, "row wide"]:
-    """Return a module's output, a row per position of one prompt after the other, however it is laid out."""
+    """Return a module's output as rows: the positions of one prompt after the other."""
     value: Tensor = output[0] if isinstance(output, tuple) else output
     value = value.detach()
     if batch > 1 and (value.shape[:2] == (1, length) or (value.ndim == 2 and len(value) == length)):
@@ -198,7 +183,7 @@ Hook = tuple[nn.Module, Callable[..., Any]]
 def hooks_on(after: Iterable[Hook] = (), before: Iterable[Hook] = ()) -> Iterator[None]:
     """Put forward hooks (`after`) and forward pre-hooks (`before`) on modules while the `with` block lasts.
 
-    Hooks get (module, args, kwargs, output), pre-hooks (module, args, kwargs), as PyTorch calls them `with_kwargs`.
+    Hooks get (module, args, kwargs, output), pre-hooks (module, args, kwargs).
     """
     with ExitStack() as stack:
         for module, hook in before:
@@ -246,26 +231,20 @@ def unedited(model: HookedModel | nn.Module) -> Iterator[None]:
 
 
 def context_of_config(config: object) -> int | None:
-    """Return the largest number of positions that a Hugging Face config names; None if it names none (BLOOM)."""
+    """Return the number of positions that a Hugging Face config names; None if it names none (BLOOM)."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     values = (getattr(config, name, None) for name in names)
     return next((int(v) for v in values if isinstance(v, int) and v > 0), None)
 
 
 def context_length(model: HookedModel) -> int:
-    """Return the largest number of positions that a model takes.
-
-    A bridge is asked through its original's config, because TransformerLens does not read every name there is (MPT's).
-    """
+    """Return the largest number of positions that a model takes (a bridge has that of its original's config)."""
     own = context_of_config(getattr(getattr(model, "original_model", None), "config", None))
     return int(model.cfg.n_ctx) if own is None else own
 
 
 def missing_head(model: object) -> str:
-    """Return why a model's logits mean nothing: its head was not in the checkpoint; empty if it was.
-
-    `load_model` leaves the reason on models that it made of such a checkpoint. Of other models it cannot be known.
-    """
+    """Return why a model's logits mean nothing, as `load_model` notes it: its head was not in the checkpoint."""
     return str(getattr(model, "__dict__", {}).get("missing_head", ""))
 
 
@@ -280,15 +259,13 @@ def vocabulary_size(model: HookedModel) -> int:
 
 
 def outputs(model: HookedModel) -> int:
-    """Return how many tokens have a logit: `d_vocab_out` where a model has other outputs than inputs."""
-    declared = getattr(model.cfg, "d_vocab_out", None)
-    size = declared if isinstance(declared, int) and declared > 0 else vocabulary_size(model)
+    """Return how many tokens have a logit."""
     W_U = weight_of(model, "W_U")
-    return size if W_U is None else min(size, int(W_U.shape[1]))
+    return vocabulary_size(model) if W_U is None else int(W_U.shape[1])
 
 
 def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, " pos"]:
-    """Return token ids spread evenly over the vocabulary, for a short pass; at most the context."""
+    """Return token ids spread evenly over the vocabulary, at most as many as the context."""
     return torch.linspace(1, vocabulary_size(model) - 1, min(length, context_length(model))).long()
 
 
@@ -301,22 +278,20 @@ def run(model: HookedModel, tokens: Int[Tensor, "batch pos"], return_type: str |
 @contextmanager
 def evaluating(model: HookedModel | nn.Module) -> Iterator[None]:
     """Turn dropout off while it lasts; every module has its own mode afterwards."""
-    module = cast(nn.Module, model)
-    training, modes = module.training, [(m, m.training) for m in modules_of(model)]
-    if not any(mode for _, mode in modes):
-        yield
-        return
-    module.eval()
+    parts = (model, getattr(model, "original_model", None))  # (of which a bridge is no parent)
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    training = [module for module in modules if module.training]
     try:
+        for module in training:
+            module.training = False
         yield
     finally:
-        module.train(training)
-        for part, mode in modes:
-            part.training = mode
+        for module in training:
+            module.training = True
 
 
 def logit_factor(model: HookedModel) -> float:
-    """Return what W_U's logits are multiplied by, as the config says (Granite divides by `logits_scaling`)."""
+    """Return the factor of a model's logits in its config (Granite divides by `logits_scaling`)."""
     original = getattr(model, "original_model", None)
     configs = [getattr(model, "config", None), getattr(original, "config", None), getattr(model, "cfg", None)]
     factor = 1.0
@@ -329,9 +304,9 @@ def logit_factor(model: HookedModel) -> float:
 
 # ---------------------------------------------------------------------------------------- Hugging Face models in memory
 
-# Largest difference of logits, relative to the largest, between an original and its TransformerLens model. Ports of the
-# same arithmetic in another order differ by 1e-6 (1e-5 where scores are large), a wrong rotary base or mask by 1e-3 and
-# more. In half precision only gross errors are seen.
+# Largest difference of logits between an original and its TransformerLens model, relative to the largest logit.
+# Rounding makes 1e-6 (1e-5 where scores are large), a wrong rotary base or mask 1e-3 and more. In half precision only
+# gross errors are seen.
 SAME_LOGITS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _COMPARED = 48  # tokens: enough for a wrong rotary base, mask or position table to show
 _LONGEST_WINDOW = 304  # of local attention that is exercised beyond its window
@@ -350,11 +325,10 @@ _WRAPPED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 def wrapped(model: Any) -> nn.Module:
     """Return a bridge around a copy of a Hugging Face model that shares its parameters, with the model's own logits.
 
-    It is made anew at each call, unless the model is under an edit.
+    It is built at each call, unless the model is under an edit.
 
     Raises:
-        ValueError: TransformerLens has no bridge for the architecture, or the bridge computes other logits (names the
-            first module that does).
+        ValueError: TransformerLens has no bridge for it, or a bridge with other logits (names the first module).
     """
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -362,16 +336,18 @@ def wrapped(model: Any) -> nn.Module:
         return _WRAPPED[model]
     copied = same_weights(model).eval()
     complete_token_ids(copied.config)
-    complete_biases(copied)
     copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
     name = type(model).__name__
     options: dict[str, Any] = {"dtype": dtype_of(model), "device": device_of(model), "model_name": "local"}
     try:
         bridge = build_bridge_from_module(copied, name, hf_config=copied.config, **options)
-        difference, place = _logit_difference(model, bridge)
+        own, others = _outputs(model, model), _outputs(bridge, copied)
     except Exception as error:
         raise ValueError(f"TransformerLens has no bridge for {name} that runs ({error})") from error
-    if not difference <= SAME_LOGITS[dtype_of(model)]:
+    difference, bound = relative_difference(others[""], own[""]), SAME_LOGITS[dtype_of(model)]
+    if not difference <= bound:
+        common = [path for path in own if path in others]
+        place = next(path for path in common if not relative_difference(others[path], own[path]) <= bound)
         raise ValueError(
             f"TransformerLens's bridge computes other logits than this {name} (by {difference:.1e} of the largest), "
             f"first in {place}: pass a TransformerLens model that computes yours"
@@ -382,10 +358,7 @@ def wrapped(model: Any) -> nn.Module:
 
 
 def same_weights(model: nn.Module) -> Any:
-    """Return a copy of a model's structure around the very same parameters and buffers: it costs next to no memory.
-
-    Changes to the copy's modules (wrapping, hooks, attention kernels) leave the model as it is.
-    """
+    """Return a copy of a model's modules around the very same parameters and buffers."""
     shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
     # What a pass has left on a module with its graph (a bridge's attention pattern) has no copy.
     left = (value for module in model.modules() for value in vars(module).values())
@@ -393,50 +366,32 @@ def same_weights(model: nn.Module) -> Any:
     return copy.deepcopy(model, dict(shared))
 
 
-def complete_biases(model: nn.Module) -> tuple[str, ...]:
-    """Give a GPT-NeoX without attention biases zero ones: TransformerLens fails without them."""
-    config: Any = model.config
-    if config.model_type != "gpt_neox" or config.attention_bias:
-        return ()
-    for name, module in model.named_modules():
-        if name.endswith((".query_key_value", ".attention.dense")) and isinstance(module, nn.Linear):
-            module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=module.weight.dtype))
-    config.attention_bias = True
-    return ("the model has no attention biases: zeros were put in their place",)
-
-
 def complete_token_ids(config: Any) -> None:
-    """Give a config the ids of special tokens that it lacks, as None: TransformerLens reads them without a default."""
+    """Set the ids of special tokens that a config lacks to None: TransformerLens reads them all."""
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if not hasattr(config, name):
             setattr(config, name, None)
 
 
-def _logit_difference(model: Any, bridge: Any) -> tuple[float, str]:
-    """Return how far a bridge's logits are from the model's own, and the first module whose output is another one."""
-    tokens, bound = ordinary_tokens(model.config, device_of(model)), SAME_LOGITS[dtype_of(model)]
-    outputs: list[dict[str, Tensor]] = []
-    for whole, modules in ((model, model), (bridge, bridge.original_model)):
-        by_path: dict[str, Tensor] = {}
+def _outputs(model: Any, inner: nn.Module) -> dict[str, Tensor]:
+    """Return the outputs of the modules of `inner` in a pass of a model, by path; its logits as ""."""
+    outputs: dict[str, Tensor] = {}
 
-        def record(path: str, *seen: Any, by_path: dict[str, Tensor] = by_path) -> None:
-            output = getattr(seen[-1], "logits", seen[-1])
-            output = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(output, Tensor):
-                by_path.setdefault(plain_path(path), output.detach())
+    def record(path: str, *seen: Any) -> None:
+        output = getattr(seen[-1], "logits", seen[-1])
+        output = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(output, Tensor):
+            outputs.setdefault(plain_path(path), output.detach())
 
-        named = ((path, m) for path, m in modules.named_modules() if path and not path.endswith("_original_component"))
-        with torch.no_grad(), evaluating(whole), hooks_on(after=[(m, partial(record, path)) for path, m in named]):
-            record("", whole(tokens))
-        outputs.append(by_path)
-    own, others = outputs
-    is_other = {path: not relative_difference(others[path], own[path]) <= bound for path in own if path in others}
-    return relative_difference(others[""], own[""]), next((path for path, other in is_other.items() if other), "")
+    named = ((path, m) for path, m in inner.named_modules() if path and not path.endswith("_original_component"))
+    with torch.no_grad(), evaluating(model), hooks_on(after=[(m, partial(record, path)) for path, m in named]):
+        record("", model(ordinary_tokens(inner.config, device_of(inner))))
+    return outputs
 
 
 def ordinary_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
-    """Return seeded random token ids [1, pos] that fit a Hugging Face config; no mark of a beginning, end or padding,
-    which can change the attention mask."""
+    """Return seeded random token ids [1, pos] that fit a Hugging Face config, without special tokens, which can change
+    the attention mask."""
     windows = (getattr(config, name, None) for name in ("window_size", "sliding_window"))
     window = next((w for w in windows if isinstance(w, int) and 0 < w < _LONGEST_WINDOW), 0)
     length = min(max(_COMPARED, window + 16), context_of_config(config) or _COMPARED)
@@ -448,7 +403,7 @@ def ordinary_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos
 
 
 def relative_difference(values: Float[Tensor, "*shape"], reference: Float[Tensor, "*shape"]) -> float:
-    """Return the largest absolute difference over the largest absolute reference; infinite if shapes differ or NaN."""
+    """Return the largest difference over the largest reference; infinite if shapes differ or values are NaN."""
     if values.shape != reference.shape:
         return math.inf
     difference, scale = float((values - reference).abs().max()), float(reference.abs().max())
@@ -459,7 +414,7 @@ def relative_difference(values: Float[Tensor, "*shape"], reference: Float[Tensor
 
 
 def whole_number(value: object, what: str, least: int | None = None, error: type[Exception] = ValueError) -> int:
-    """Return a whole number of any kind (a tensor's or an array's entry too); a truth value is none.
+    """Return a whole number of any kind (also an entry of a tensor or an array), but no truth value.
 
     Raises:
         ValueError (or `error`): something else, or less than `least`.
@@ -475,19 +430,15 @@ def whole_number(value: object, what: str, least: int | None = None, error: type
 
 
 class OneLine:
-    """A dataclass (made with `repr=False`) that shows its fields in a line: shapes of tensors, sizes of long lists."""
+    """A dataclass (made with `repr=False`) that shows its fields in one line, arrays by their shapes."""
 
     def __repr__(self) -> str:
-        shown = [f.name for f in fields(self) if f.repr and not f.name.startswith("_")]  # type: ignore[arg-type]
-        text = f"{type(self).__name__}({', '.join(f'{name}={_brief(getattr(self, name))}' for name in shown)})"
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        shown = ", ".join(f"{name}={_brief(value)}" for name, value in values.items() if not name.startswith("_"))
+        text = " ".join(f"{type(self).__name__}({shown})".split())
         return text if len(text) <= 160 else text[:156] + "...)"
 
 
 def _brief(value: Any) -> str:
-    if len(getattr(value, "shape", ())):
-        kind = str(getattr(value, "dtype", "table")).removeprefix("torch.")  # of a data frame: none
-        return f"<{kind} {' x '.join(map(str, value.shape))}>"
-    if isinstance(value, Mapping | tuple | list) and len(value) > 4:
-        return f"<{len(value)} of them>"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    shape = getattr(value, "shape", ())
+    return f"<{' x '.join(map(str, shape))}>" if len(shape) else reprlib.repr(value)

@@ -16,7 +16,6 @@ before gain and bias: the variants of a norm. Everything that measures, draws or
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -56,10 +55,6 @@ class Variant:
         """Return the terms that it removes and the norm has. Variants with one effect are one computation."""
         has = {"scaling": norm.scales, "projection": norm.projects}
         return frozenset(term for term in self.removes if has[term])
-
-    def takes_scaling(self, norm: Norm) -> bool:
-        """Return whether it replaces this norm's sigma by a constant."""
-        return "scaling" in self.effect(norm)
 
 
 INTACT, SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED = _TABLE = (
@@ -135,7 +130,7 @@ class Norm(OneLine):
         is_identity: whether it stands for the lack of a norm: attention reads the stream itself (`attention_inputs`).
         has_gain, has_bias: whether its output is multiplied by its weight, and its bias added.
         gain_offset: what the module adds to its weight to make its gain (Gemma's norms: 1).
-        eps_owner: the object that holds eps, and the attribute's name; None: `eps_value`.
+        eps_name: the module's attribute that holds eps; empty: `eps_value` is used.
         eps_value: eps as its answer to a zero vector shows it.
         constant_value: the divisor of a norm that does not scale, as its answers show it.
 
@@ -158,7 +153,7 @@ class Norm(OneLine):
     has_gain: bool = False
     has_bias: bool = False
     gain_offset: float = 0.0
-    eps_owner: tuple[Any, str] | None = None
+    eps_name: str = ""
     eps_value: float = 0.0
     constant_value: float = 1.0
 
@@ -173,7 +168,7 @@ class Norm(OneLine):
     @property
     def eps(self) -> float:
         """What is added to the mean square; 0 where the norm does not scale."""
-        return self.eps_value if self.eps_owner is None else float(getattr(*self.eps_owner))
+        return float(getattr(self.module, self.eps_name)) if self.eps_name else self.eps_value
 
     @property
     def radius(self) -> float:
@@ -192,21 +187,20 @@ class Norm(OneLine):
     @property
     def gain(self) -> Float[Tensor, " d"] | None:
         """The gain as it acts, made of the module's present parameter; None where there is none."""
-        return None if (gain := self.live_gain()) is None else gain.detach()
+        gain, _ = self.gain_and_bias()
+        return None if gain is None else gain.detach()
 
     @property
     def bias(self) -> Float[Tensor, " d"] | None:
         """The module's present bias; None where there is none."""
-        return None if (bias := self.live_bias()) is None else bias.detach()
+        _, bias = self.gain_and_bias()
+        return None if bias is None else bias.detach()
 
-    def live_gain(self) -> Float[Tensor, " d"] | None:
-        """Return the gain with its gradient."""
+    def gain_and_bias(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return gain and bias with their gradients."""
         weight = _parameter(self.module, _GAINS, self.d) if self.has_gain else None
-        return None if weight is None else _plus(weight, self.gain_offset)
-
-    def live_bias(self) -> Float[Tensor, " d"] | None:
-        """Return the bias with its gradient."""
-        return _parameter(self.module, _BIASES, self.d) if self.has_bias else None
+        bias = _parameter(self.module, _BIASES, self.d) if self.has_bias else None
+        return None if weight is None else _plus(weight, self.gain_offset), bias
 
     def _check(self, x: Tensor, axis: int = -1) -> None:
         """Raise ValueError unless x holds real vectors of the norm's length along an axis."""
@@ -276,16 +270,13 @@ class Norm(OneLine):
         Args:
             W: what reads the output; None: the output itself.
         """
-        return self._outputs(self.radius, W) if self.scales else None
+        return self.directions(W, self.radius) if self.scales else None
 
     def directions(
-        self, W: Float[Tensor, "*head d out"] | None = None
+        self, W: Float[Tensor, "*head d out"] | None = None, radius: float = 1.0
     ) -> tuple[Float64[Tensor, "*head out"], Float64[Tensor, "*head out d"]]:
-        """Return the same set for inputs that are normalized to length 1: in which directions outputs can differ,
+        """Return the same set for inputs that are normalized to a length: in which directions outputs can differ,
         bounded or not. A norm that does not scale can put out c + A u with u of any length."""
-        return self._outputs(1.0, W)
-
-    def _outputs(self, radius: float, W: Tensor | None) -> tuple[Tensor, Tensor]:
         gain, bias = gain_of(self), bias_of(self)
         if W is None:
             center, axes = bias, radius * torch.diag(gain)
@@ -336,8 +327,7 @@ _SIZES = (1.0, 3.0, 100.0, 1e4)
 # The simpler ones first: with such an eps a LayerNorm is the constant that it looks like.
 _KINDS = ("none", "projection_only", "rmsnorm", "layernorm")
 # What modules call them; the `w` and `b` of a bridge go on naming a parameter that has been replaced.
-_GAINS, _BIASES = ("weight", "w"), ("bias", "b")
-_EPS = ("eps", "variance_epsilon", "layer_norm_epsilon")
+_GAINS, _BIASES, _EPS = ("weight", "w"), ("bias", "b"), ("eps", "variance_epsilon")
 
 
 def _parameter(module: nn.Module, names: tuple[str, str], d: int) -> Tensor | None:
@@ -350,30 +340,17 @@ def _plus(weight: Tensor, offset: float) -> Tensor:
     return at_least_float32(weight) + offset if offset else weight
 
 
-def check_finite(name: str, gain: Tensor | None, bias: Tensor | None) -> None:
-    """Raise NormError if a norm's gain or bias holds NaN or infinite values."""
-    for label, tensor in (("gain", gain), ("bias", bias)):
-        if tensor is not None and not bool(torch.isfinite(tensor).all()):
-            raise NormError(f"{name}: its {label} holds NaN or infinite values; the checkpoint is damaged")
-
-
-def eps_owners(module: nn.Module, model: HookedModel) -> tuple[Any, Any, Any]:
-    """Return the objects that may hold a norm's eps."""
-    return module, getattr(module, "original_component", None), model.cfg
-
-
+@torch.no_grad()
 def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict[str, Any]:
     """Return the fields of `Norm` that say what a module computes, from its answers to a few vectors of length d.
 
     Nothing is taken from its class, which a bridge hides: it is the first kind that gives the same answers. A norm of
-    the laboratory declares its kind. `eps_owner` counts the objects of `eps_owners`. Raises NormError.
+    the laboratory declares its kind. Raises NormError.
     """
-    parameters = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
-    gain, bias = (None if parameter is None else parameter.detach() for parameter in parameters)
-    check_finite(name, gain, bias)
+    gain, bias = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
     fields: dict[str, Any] = {"d": d, "has_gain": gain is not None, "has_bias": bias is not None}
     if (declared := getattr(module, "kind", None)) in (*_KINDS, "scaling_only"):
-        return {**fields, "kind": declared, "eps_owner": (0, "eps")}
+        return {**fields, "kind": declared, "eps_name": "eps"}
     unknown = f"{name} ({type(module).__name__}) is no norm that ln_probe knows"
     noise = torch.randn(len(_SIZES), d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows = torch.cat([torch.tensor(_SIZES)[:, None] * (noise + 1.0), torch.zeros(1, d)])
@@ -384,16 +361,15 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     is_same = partial(_is_same, SAME_OUTPUT[rows.dtype])
     fields |= {"eps_value": float(scale[-1, 0]) ** 2, "constant_value": float(scale[0, 0])}
     for kind in _KINDS:
-        norm = Norm(name, 0, reads="other", module=module, **(fields | {"kind": kind}))
+        norm = Norm(name, 0, kind, "other", module, **fields)
         if is_same(normalized[:-1], norm.normalize(rows[:-1].double())):
             break
     else:
         raise UnknownNormError(f"{unknown}: it divides by another number than sigma")
     fields["kind"] = kind
-    for place, label in itertools.product(range(3), _EPS):
-        declared = getattr(eps_owners(module, model)[place], label, None)
-        if norm.scales and isinstance(declared, float) and math.isclose(declared, norm.eps, rel_tol=1e-2):
-            fields.setdefault("eps_owner", (place, label))
+    declared_eps = {label: getattr(module, label, None) or 0.0 for label in _EPS if norm.scales}
+    close = (label for label, eps in declared_eps.items() if math.isclose(eps, norm.eps, rel_tol=1e-2))
+    fields["eps_name"] = next(close, "")
     if gain is not None:  # Gemma stores its gain as an offset from 1: the nearer one, for beside a gain of 80 both hold
         outputs = {more: affine(normalized, _plus(gain, more), bias) for more in (0.0, 1.0)}
         fields["gain_offset"] = min(outputs, key=lambda more: float((outputs[more] - out).abs().mean()))
@@ -409,12 +385,11 @@ def _answers(module: nn.Module, rows: Float[Tensor, "row d"]) -> list[Float64[Te
     which makes a bridge compute the norm itself."""
     answers: list[Tensor] = []
     points = [module.get_submodule(name) for name in ("hook_scale", "hook_normalized")]
-    with torch.no_grad():
-        with hooks_on([(point, lambda *seen: answers.append(seen[-1])) for point in points]):
-            answers.append(module(rows[None]))
-        with hooks_on([(points[0], lambda *seen: seen[-1].clone())]):
-            answers.append(module(rows[None]))
-    return [answer.detach().reshape(len(rows), -1).double() for answer in answers]
+    with hooks_on([(point, lambda *seen: answers.append(seen[-1])) for point in points]):
+        answers.append(module(rows[None]))
+    with hooks_on([(points[0], lambda *seen: seen[-1].clone())]):
+        answers.append(module(rows[None]))
+    return [answer.reshape(len(rows), -1).double() for answer in answers]
 
 
 def _is_same(tolerance: float, a: Tensor, b: Tensor) -> bool:

@@ -1,9 +1,9 @@
 """The hooks behind `without` and `linearized`: permanent TransformerLens hooks at a norm's hook points.
 
 `NormEdit` removes terms of a norm at `hook_scale` and `hook_normalized`, `LinearEdit` holds its sigma. `HeadEdit`
-replaces columns of `hook_q`, `hook_k` and `hook_v`, for an edit that some readers alone see. `installed` puts edits on
-a model: hooks of users see the edited values, what they return is used, and every pass checks that our hooks were
-called. The modules of a Hugging Face model in memory have no hook points: their outputs are replaced.
+replaces columns of `hook_q`, `hook_k` and `hook_v`, for an edit that only some readers see. `installed` puts edits on
+a model. Hooks of users see the edited values, and what they return is used. Every pass checks that the hooks of the
+edits were called. Modules of a Hugging Face model in memory have no hook points: their outputs are replaced.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import (
+    SAME_LOGITS,
     HookedModel,
     at_least_float32,
-    attention_of,
+    attentions,
     blocks,
     child_of,
     edits_on,
@@ -32,11 +33,11 @@ from ln_probe.hooks.model import (
     is_hugging_face,
     live_weight,
     register_edit,
+    relative_difference,
     tensors_in,
     z_point,
 )
 from ln_probe.hooks.norm import VARIANTS, Norm, affine, is_heads_first
-from ln_probe.hooks.norms import structure_of
 
 # Settings of a model that change how attention reads its norm.
 _FLAGS = ("use_split_qkv_input", "use_attn_in")
@@ -61,24 +62,22 @@ class LostEditError(InterventionError):
 class Positions:
     """Which vectors of a norm belong to position 0, which has a constant of its own.
 
-    A norm is given tensors, not positions. While `watch` lasts, hooks on the model and its blocks note where each
+    A norm is given tensors, not positions. While `watch` lasts, hooks on the model and its first block note where each
     forward pass begins: at position 0, behind a cache of earlier tokens (`generate`), or behind padding on the left. A
     norm that is called outside a pass, or in a pass that starts at a later layer, has no vector of position 0.
     """
 
     def __init__(self) -> None:
         self.depth = 0  # calls of the model that are running, one inside the other
-        self.is_running = False
-        self.is_rerun = self.has_warned = False  # of gradient checkpointing: `backward()` runs a part of the pass again
-        self.is_known = self.is_whole = False  # whether the pass says where its vectors are; goes through all layers
+        self.is_running = self.is_whole = False  # whether a pass runs; whether it goes through all layers
         self.offset = 0  # tokens that came in earlier passes
         self.shape: tuple[int, ...] = ()  # batch and positions of the pass
         self.padding: Tensor | None = None  # in front of each row of the batch
         self.restarts: Tensor | None = None  # where position_ids begin again in a row of several texts
 
-    def begin(self, shape: tuple[int, ...] = (), *, is_known: bool = True, is_whole: bool = False) -> None:
+    def begin(self, shape: tuple[int, ...] = ()) -> None:
         """Note that a pass begins, at position 0 if nothing else is said."""
-        self.is_running, self.is_known, self.is_whole = True, is_known, is_whole
+        self.is_running, self.is_whole = True, False
         self.shape, self.offset, self.padding, self.restarts = shape, 0, None, None
 
     def first(self, norm: Norm, x: Float[Tensor, "*batch d"]) -> Bool[Tensor, "*batch 1"]:
@@ -87,7 +86,7 @@ class Positions:
         Inputs are [batch pos d], [batch pos head d], [batch head pos d] (a norm of queries or keys inside a bridge's
         attention) or flattened from those.
         """
-        is_inside = (self.is_running or self.is_rerun) and self.is_known
+        is_inside = self.is_running or _is_checkpointed()
         if not is_inside or not (self.shape or x.ndim == 3):
             return torch.zeros((*x.shape[:-1], 1), dtype=torch.bool, device=x.device)
         batch, length = x.shape[:2] if x.ndim == 3 else self.shape
@@ -103,24 +102,15 @@ class Positions:
             first = first.flatten().repeat_interleave(max(1, x.shape[0] // max(1, first.numel())))[:, None]
         return first.expand(*x.shape[:-1], 1)
 
-    def note_checkpoint(self) -> None:
-        """Note whether `backward()` runs a part of the last pass again; warn once that it may."""
-        is_checkpointed = not (self.depth and self.has_warned) and _is_checkpointed()
-        self.is_rerun = is_checkpointed and not self.depth
-        if is_checkpointed and not self.has_warned:
-            self.has_warned = True
-            warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=2)
-
     @contextmanager
     def watch(
         self, model: HookedModel | nn.Module, begin: Callable[[], None], end: Callable[[], None]
     ) -> Iterator[None]:
-        """While it lasts, note where every forward pass begins; `begin` is called then, and `end` at the end of a call
-        of the model."""
+        """Note where every forward pass begins; call `begin` then, and `end` after each call of the model."""
         inner = getattr(model, "base_model" if is_hugging_face(model) else "original_model", None)
         calls = [m for m in dict.fromkeys((model, inner)) if isinstance(m, nn.Module)]
-        places = [*((module, None) for module in calls), *((block, i) for i, block in enumerate(blocks(model)))]
-        before = [(module, partial(self._enter, begin, layer)) for module, layer in places]
+        before = [(module, partial(self._enter, begin, False)) for module in calls]
+        before += [(block, partial(self._enter, begin, True)) for block in blocks(model)[:1]]
         with hooks_on([(cast(nn.Module, model), lambda *_: end())], before), ExitStack() as stack:
             for module in calls:
                 stack.callback(module.register_forward_hook(partial(self._leave, 1), always_call=True).remove)
@@ -128,19 +118,21 @@ class Positions:
                 stack.callback(reader.register_forward_hook(partial(self._leave, 0)).remove)
             yield
 
-    def _enter(self, begin: Callable[[], None], layer: int | None, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what a call of the model, or of a block, says of the pass."""
-        if layer is not None and not self.depth and _is_checkpointed():
+    def _enter(self, begin: Callable[[], None], is_block: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what a call of the model, or of its first block, says of the pass."""
+        if is_block and not self.depth and _is_checkpointed():
             return  # (the positions are those of the pass that runs again)
-        if layer is None:
+        if not is_block:
             kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
             self.depth += 1
         # HookedTransformer.generate does not call the model, but its `forward`: then a pass begins at block 0.
-        if layer in (None, 0) and self.depth == (layer is None):
-            is_later = kwargs.get("start_at_layer") is not None
-            is_whole = layer is None and not is_later and kwargs.get("stop_at_layer") is None
-            self.begin(is_known=not is_later, is_whole=is_whole)
+        if self.depth == (not is_block):
+            self.begin()
+            self.is_running = kwargs.get("start_at_layer") is None
+            self.is_whole = not is_block and self.is_running and kwargs.get("stop_at_layer") is None
             begin()
+        if module.training and getattr(module, "is_gradient_checkpointing", False):
+            warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=2)
         inputs = (*args[:1], *(kwargs.get(name) for name in _INPUTS))
         if (x := next((v for v in inputs if isinstance(v, Tensor) and v.ndim >= 2), None)) is not None:
             self.shape = tuple(x.shape[:2])
@@ -150,7 +142,7 @@ class Positions:
         mask, cache, entry = (kwargs.get(n) for n in ("attention_mask", "past_key_values", "past_kv_cache_entry"))
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self.padding = (mask != 0).long().argmax(-1)
-        if layer is None and cache is not None:
+        if not is_block and cache is not None:
             self.offset = int(cache.get_seq_length())
         elif entry is not None:
             self.offset = int(entry.past_keys.shape[1])
@@ -180,11 +172,10 @@ class Edit:
         self.x = torch.zeros(0)  # the input of the norm's running call
         self.calls, self.least_calls = 0, 1  # in this pass, and in a whole one that applies it
         self.suspended = False  # whether the model runs without it (`unedited`)
-        self._is_applied = False
         self._order: list[tuple[nn.Module, int, bool]] = []
 
-    def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
-        """Yield hook points of the norm, what to call there, and whether it is called before hooks of users."""
+    def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """Yield hook points of the norm, and what to call there before hooks of users."""
         raise NotImplementedError
 
     def plain_hooks(self, record_at: str = "hook_scale") -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -195,24 +186,23 @@ class Edit:
             self.positions.begin(tuple(x.shape[:2]))
 
         yield record_at, record
-        for point, hook, _ in self.hooks():
-            yield point, hook
+        yield from self.hooks()
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         """Put the hooks on; `stack` takes them off, whatever else has happened to the hook points."""
         module, points = self.norm.module, self.norm.module._modules
         if "hook_scale" in points:
             stack.callback(module.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(self._end).remove)
-            for name, hook, is_first in (("hook_in", self._record_input, False), *self.hooks()):
-                if name in points:
-                    self._add(points[name], hook, stack, is_first=is_first)
+            if "hook_in" in points:
+                self._add(points["hook_in"], self._record_input, stack, is_first=False)
+            for name, hook in self.hooks():
+                self._add(points[name], hook, stack)
         else:
             stack.callback(module.register_forward_hook(self._replace_output, with_kwargs=True).remove)
         register_edit(module, self, stack)
 
-    def _add(self, point: Any, hook: Callable[..., Any], stack: ExitStack, *, is_first: bool) -> None:
-        """Add a permanent hook to a hook point; `stack` removes it."""
+    def _add(self, point: Any, hook: Callable[..., Any], stack: ExitStack, *, is_first: bool = True) -> None:
+        """Add a permanent hook to a hook point, before or after those of users; `stack` removes it."""
         point.add_hook(hook, is_permanent=True, prepend=is_first)
         handle = point.fwd_hooks[0 if is_first else -1]
         self._order.append((point, handle.hook.id, is_first))
@@ -224,11 +214,10 @@ class Edit:
         stack.callback(remove)
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the norm's input, and bring the hooks into their order: hooks of users were added since."""
+        """Note the norm's input, and put the hooks before or after those that users have added since."""
         if self.suspended:
             return
-        self.positions.note_checkpoint()
-        self.x, self._is_applied = tensors_in(args, kwargs)[0], False
+        self.x = tensors_in(args, kwargs)[0]
         for point, key, is_first in self._order:
             if key not in point._forward_hooks:
                 raise self.lost("its hook was removed inside the block")
@@ -237,28 +226,24 @@ class Edit:
     def _record_input(self, x: Tensor, hook: Any) -> None:
         self.x = x.reshape(self.x.shape)  # (hook points of some bridges show it in another shape)
 
-    def _end(self, *_: Any) -> None:
-        if not self._is_applied and not self.suspended:
-            raise self.lost("the norm ran without its hook points")
-        self.calls += 1
-
     def _replace_output(self, module: nn.Module, args: Any, kwargs: Any, y: Tensor) -> Tensor:
         if self.suspended:
             return y
-        self.positions.note_checkpoint()
         self.x, self.calls = tensors_in(args, kwargs)[0], self.calls + 1
         removal, linear = edit_on(module, NormEdit), edit_on(module, LinearEdit)
-        if removal is None:
-            return y if linear is None else linear.output(self.x, y)
-        return removal.output(self.x, None if linear is None else linear.sigma(self.x)) if removal is self else y
+        if linear is not None and removal is None:
+            return linear.output(self.x, y)
+        if removal is not self:
+            return y
+        return removal.output(self.x, None if linear is None else linear.sigma(self.x))
 
     def lost(self, reason: str) -> LostEditError:
         """Return the error of a pass in which this edit does not arrive."""
         return LostEditError(f"{self.norm.name}: {self.label} was lost: {reason}")
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """Refuse a copy of the model (copy.deepcopy, pickle, torch.save): nothing would end the edit in it."""
-        raise InterventionError(f"{self.norm.name} is under {self.label}: copy the model outside the `with` block")
+        """Refuse a copy of the model (copy.deepcopy, torch.save), in which nothing would end the edit."""
+        raise InterventionError(f"{self.norm.name} is under {self.label}: copy the model outside the block")
 
 
 _Edit = TypeVar("_Edit", bound=Edit)
@@ -289,19 +274,19 @@ class NormEdit(Edit):
 
     @classmethod
     def of(cls, norm: Norm, variant: str, pair: Float[Tensor, " 2"] | None, label: str = "") -> NormEdit:
-        """Return the edit that gives a norm a variant; `pair`: the constants at position 0 and elsewhere."""
-        takes_scaling = VARIANTS[variant].takes_scaling(norm)
-        return cls(norm, [variant], None if pair is None or not takes_scaling else pair[None], label)
+        """Return the edit that makes a norm a variant, with constants for position 0 and elsewhere."""
+        is_frozen = "scaling" in VARIANTS[variant].effect(norm)
+        return cls(norm, [variant], pair[None] if is_frozen and pair is not None else None, label)
 
-    def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
-        yield "hook_scale", self._divide, True
+    def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        yield "hook_scale", self._divide
         if self.adds_mean is not None:
-            yield "hook_normalized", self._add_mean, True
+            yield "hook_normalized", self._add_mean
 
     def _divide(self, scale: Tensor, hook: Any) -> Tensor:
-        self._is_applied = True
+        self.calls += 1
         if self.constants is None:
-            return scale.clone()  # (a bridge uses what hooks write to in place only where another tensor is returned)
+            return scale.clone()  # (a bridge uses what users write into it only if another tensor is returned)
         divisor = self._divisor(scale)
         return torch.where(divisor.isnan(), scale, divisor) if len(self.variants) > 1 else divisor
 
@@ -311,7 +296,7 @@ class NormEdit(Edit):
         return torch.where(self.positions.first(self.norm, self.x), pairs[..., :1], pairs[..., 1:])
 
     def _add_mean(self, normalized: Tensor, hook: Any) -> Tensor:
-        """Add the mean, divided by what Px was divided by, as hooks of users at `hook_scale` have left it."""
+        """Add the mean, divided by what Px was divided by (hooks of users may have changed it)."""
         assert self.adds_mean is not None
         x = at_least_float32(self.x)
         projected = self.norm.project(x)
@@ -322,35 +307,34 @@ class NormEdit(Edit):
         return normalized + back.to(normalized.dtype)
 
     def output(self, x: Float[Tensor, "*batch d"], sigma: Tensor | None = None) -> Float[Tensor, "*batch d"]:
-        """Return the norm's output if all rows are edited alike; 16-bit formats are computed in float32.
+        """Return the norm's output for an input x, all rows edited alike; 16-bit formats are computed in float32.
 
         Args:
             x: its input.
-            sigma: what is divided by where scaling stays, if it is held (`linearized`); None: that of x.
+            sigma: the divisor where scaling stays; None: the sigma of x.
         """
         norm, wide, self.x = self.norm, at_least_float32(x), x
         constant = None if self.constants is None else self._divisor(wide)
         normalized = norm.without(self.variants[0], wide, constant, sigma)
-        return affine(normalized, norm.live_gain(), norm.live_bias()).to(x.dtype)
+        return affine(normalized, *norm.gain_and_bias()).to(x.dtype)
 
 
 def _by_row(values: Float[Tensor, "row n"], like: Tensor) -> Tensor:
-    """Return values of each row of the batch so that they broadcast to a norm's input, whose first axis is the batch's,
-    or flattened from it."""
+    """Return values of each row in a shape that broadcasts to a norm's input, whose first axis begins with rows."""
     if len(values) > 1:
         values = values.repeat_interleave(like.shape[0] // len(values), dim=0)
     return values.view(len(values), *[1] * (like.ndim - 2), values.shape[-1])
 
 
 class LinearEdit(Edit):
-    """Hold what one norm divides by, its own sigma or that of another run, so that it is linear in its input."""
+    """Hold the sigma of one norm, its own or that of another run, so that it is linear in its input."""
 
     def __init__(self, norm: Norm, given: Float[Tensor, "*_"] | None = None) -> None:
         super().__init__(norm, "linearized")
-        self.given = given
+        self.given = None if given is None else given.detach()
 
-    def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
-        yield "hook_scale", self._hold, True
+    def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        yield "hook_scale", self._hold
 
     def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
         """Return the sigma that is held on these inputs of the norm."""
@@ -360,15 +344,13 @@ class LinearEdit(Edit):
         given = given[None] if given.ndim == x.ndim - 2 else given
         if x.ndim == given.ndim + 1 == 4 and is_heads_first(self.norm, x, given.shape[1]):
             given = given.transpose(1, 2)
-        if given.ndim == x.ndim - 1 and given.shape[0] in (1, x.shape[0]) and given.shape[1:] == x.shape[1:-1]:
+        if given.shape in (x.shape[:-1], (1, *x.shape[1:-1])):
             return given.expand(x.shape[:-1])[..., None]
-        raise InterventionError(
-            f"{self.norm.name}: sigma was given for tokens {list(self.given.shape)}, and the norm's input is "
-            f"{list(x.shape)}: record it on as many tokens (linearized.sigmas)"
-        )
+        shapes = f"{list(self.given.shape)}, and the norm's input is {list(x.shape)}"
+        raise InterventionError(f"{self.norm.name}: sigma was given for tokens {shapes}")
 
     def _hold(self, scale: Tensor, hook: Any) -> Tensor:
-        self._is_applied = True
+        self.calls += 1
         removal = edit_on(self.norm.module, NormEdit)
         if self.given is None or (removal is not None and removal.constants is not None):
             return scale.detach().clone()
@@ -377,7 +359,7 @@ class LinearEdit(Edit):
     def output(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return the norm's output, linear in its input x; `y`: the norm's own output."""
         normalized = self.norm.project(at_least_float32(x)) / self.sigma(x)
-        linear = affine(normalized, self.norm.live_gain(), self.norm.live_bias()).to(y.dtype)
+        linear = affine(normalized, *self.norm.gain_and_bias()).to(y.dtype)
         # 0 + y is y, bit for bit, and its gradient is that of `linear`
         return linear if self.given is not None else (linear - linear.detach()) + y.detach()
 
@@ -386,7 +368,7 @@ class LinearEdit(Edit):
 
 
 class HeadEdit(NormEdit):
-    """An edit of one norm that some readers see: columns of their queries, keys and values are replaced.
+    """Replace columns of queries, keys and values, for an edit of one norm that only some readers see.
 
     Args:
         edit: what the readers see of the norm.
@@ -398,30 +380,30 @@ class HeadEdit(NormEdit):
         super().__init__(edit.norm, edit.variants, edit.constants, edit.label)
         self.letters, self.heads = letters, heads
         self.least_calls = len(self.letters) * len(self.heads)
-        self.edited = torch.zeros(0)  # the output of the edited norm
+        self.intact = self.edited = torch.zeros(0)  # the norm's output, and that of the edited norm
 
-    def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
+    def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         return iter(())
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         super().install(model, stack)
+        stack.callback(self.norm.module.register_forward_hook(self._compute).remove)
         shortformer = getattr(model.cfg, "positional_embedding_type", "") == "shortformer"
         for layer, heads in self.heads.items():
             for letter in self.letters:
-                attn = attention_of(model, layer)
+                attn = attentions(model)[layer]
                 point, weights = child_of(attn, f"hook_{letter}"), live_weight(attn, f"W_{letter.upper()}")
                 if point is None or weights is None or weights.ndim < 3 or (shortformer and letter != "v"):
-                    raise InterventionError(
-                        f"block {layer} makes its {letter} of more than one norm's output: edit the whole norm"
-                    )
+                    raise InterventionError(f"block {layer} makes its {letter} of more than one norm's output")
                 hook = partial(self._replace, attn, letter, heads, head_count(model, layer))
-                self._add(point, hook, stack, is_first=True)
+                self._add(point, hook, stack)
 
-    def _end(self, *hook: Any) -> None:
+    def _compute(self, *hook: Any) -> None:
         if not self.suspended:
             linear = edit_on(self.norm.module, LinearEdit)
             sigma = None if linear is None else linear.sigma(self.x)
-            self.edited = self.output(self.x, sigma).to(hook[-1].dtype)
+            self.intact = hook[-1].detach()
+            self.edited = self.output(self.x, sigma).to(self.intact.dtype)
 
     def _replace(
         self, attn: nn.Module, letter: str, heads: Sequence[int] | None, queries: int, value: Tensor, hook: Any
@@ -439,7 +421,10 @@ class HeadEdit(NormEdit):
         if b is not None:
             biases = b.view(-1, W.shape[-1])
             bias = biases[:: max(1, len(biases) // own)].flatten()
-        columns = F.linear(self.edited.to(W.dtype), weight, bias).view(out.shape).to(out.dtype)
+        intact, columns = (F.linear(y.to(W.dtype), weight, bias).view_as(out) for y in (self.intact, self.edited))
+        if not relative_difference(intact, out) <= SAME_LOGITS[out.dtype]:
+            raise self.lost(f"{hook.name} shows more than W_{letter.upper()} of its output: edit the whole norm")
+        columns = columns.to(out.dtype)
         if heads is not None:
             is_chosen = torch.zeros(own, dtype=torch.bool, device=out.device)
             is_chosen[[head * own // queries for head in heads]] = True
@@ -454,10 +439,11 @@ def z_of(
     kwargs: Mapping[str, Any],
     read: Float[Tensor, "batch pos d"],
     instead: Float[Tensor, "batch pos d"],
-) -> Float[Tensor, "batch pos *heads"] | None:
+) -> Float[Tensor, "batch pos *heads"]:
     """Return the heads' outputs z of a block if its attention, called with these arguments, read another tensor.
 
-    None if it does not read the tensor that is to be replaced.
+    Raises:
+        ValueError: it does not read the tensor that is to be replaced, or shows no z.
     """
 
     def replaced(value: Any) -> Any:
@@ -467,11 +453,11 @@ def z_of(
     args = [replaced(value) for value in args]
     kwargs = {name: None if name in _CACHES else replaced(value) for name, value in kwargs.items()}
     if not any(value is instead for value in (*args, *kwargs.values())):
-        return None
+        raise ValueError(f"the attention of block {layer} does not read the output of its norm")
     outputs: list[Tensor] = []
     with hooks_on([(z_point(model, layer), lambda *seen: outputs.append(seen[-1]))]):
-        attention_of(model, layer).forward(*args, **kwargs)
-    return outputs[0] if outputs else None
+        attentions(model)[layer].forward(*args, **kwargs)
+    return outputs[0]
 
 
 # ---------------------------------------------------------------------------------------- on a model
@@ -488,14 +474,14 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
     def begin() -> None:
         active = [edit for edit in edits if not edit.suspended]
         if active and (changed := flags ^ _flags(model)):
-            raise active[0].lost(f"cfg.{min(changed)} was changed inside the block: set it before entering")
+            raise active[0].lost(f"cfg.{min(changed)} was changed inside the block")
         for edit in active:
             edit.calls = 0
 
     def end() -> None:
         idle = next((edit for edit in edits if edit.calls < edit.least_calls and not edit.suspended), None)
         if positions.depth == 1 and positions.is_whole and idle is not None:
-            raise idle.lost("a pass does not run this norm, or its attention without its hook points")
+            raise idle.lost("a pass does not run this norm, or not through its hook points")
 
     with warnings.catch_warnings(), positions.watch(model, begin, end), ExitStack() as stack:
         warnings.filterwarnings("ignore", _BRIDGE_RECOMPUTES)
@@ -508,9 +494,3 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
 def _flags(model: object) -> set[str]:
     cfg = getattr(model, "cfg", None)
     return {name for name in _FLAGS if getattr(cfg, name, False)}
-
-
-def lost_edits(model: HookedModel, norms: Sequence[Norm]) -> dict[str, str]:
-    """Return the norms at which an edit does not reach the model's output, each with the probable cause."""
-    lost = structure_of(model).lost
-    return {norm.name: lost[norm.name] for norm in norms if norm.name in lost}

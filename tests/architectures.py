@@ -75,7 +75,6 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2-narrow-mlp": ("GPT2LMHeadModel", "GPT2Config", _GPT2 | {"n_inner": 48}),
     "gpt2-untied": ("GPT2LMHeadModel", "GPT2Config", _GPT2 | {"tie_word_embeddings": False}),
     "neox-sequential": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _NEOX | {"use_parallel_residual": False}),
-    "neox-no-bias": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _NEOX | {"attention_bias": False}),
     "opt-350m": ("OPTForCausalLM", "OPTConfig", _OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
     "llama-biases": ("LlamaForCausalLM", "LlamaConfig", _LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "llama-wide-heads": ("LlamaForCausalLM", "LlamaConfig", _LLAMA | {"head_dim": 16}),

@@ -45,10 +45,11 @@ from ln_probe.analyses.probes.tables import CAUSAL, CAUSAL_PROMPTS
 from ln_probe.analyses.probes.wording import PRIMARY
 from ln_probe.analyses.text import counted
 from ln_probe.hooks.constants import FROZEN, OPTIMAL, UNIFORM, Constant, GradientError, edited_loss, loss_and_gradients
-from ln_probe.hooks.edits import GROUPS, members, no_op
+from ln_probe.hooks.edits import GROUPS, members
 from ln_probe.hooks.model import HookedModel, at_least_float32, device_of, evaluating, hooks_on, tensors_in
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, Norm, Variant
-from ln_probe.hooks.norm_edits import NormEdit, lost_edits
+from ln_probe.hooks.norm_edits import NormEdit
+from ln_probe.hooks.norms import structure_of
 
 # The contrasts that are fixed before the data are those of primary variants ({scaling frozen, projection removed}) at
 # these groups of norms. All others are exploratory.
@@ -128,8 +129,10 @@ class Causal(Probe):
 
 def unchanging(norms: Iterable[Norm]) -> dict[str, str]:
     """Return the variants that change nothing at any of these norms, and why."""
-    reasons = {v.name: {no_op(norm, v.name) for norm in norms} for v in EDITS}
-    return {name: "; ".join(sorted(each)) for name, each in reasons.items() if all(each)}
+    norms = list(norms)
+    kinds = " and ".join(sorted({norm.kind for norm in norms}))
+    idle = [variant for variant in EDITS if not any(map(variant.effect, norms))]
+    return {variant.name: f"{kinds} has no {' or '.join(sorted(variant.removes))}" for variant in idle}
 
 
 class _Watching(Observer):
@@ -137,7 +140,7 @@ class _Watching(Observer):
 
     def __init__(self, run: Run, probe: Causal) -> None:
         self.run, self.model, norms = run, run.model, run.measured_norms
-        self.lost = lost_edits(self.model, norms)
+        self.lost = structure_of(self.model).lost_at(norms)
         groups = [(group, tuple(members(norms, group))) for group in GROUPS]
         rows = [Contrast(g, v, tuple(n for n in some if v.effect(n))) for g, some in groups for v in EDITS]
         rows += [Contrast(norm.name, SCALING_FROZEN, (norm,)) for norm in norms if norm.scales and probe.single_norms]

@@ -41,7 +41,7 @@ from ln_probe.analyses.probes.statistics import holm
 from ln_probe.analyses.probes.tables import HEAD_EFFECTS
 from ln_probe.hooks.model import (
     Hook,
-    attention_of,
+    attentions,
     by_head,
     evaluating,
     head_count,
@@ -49,7 +49,8 @@ from ln_probe.hooks.model import (
     z_point,
 )
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, VARIANTS, Norm
-from ln_probe.hooks.norm_edits import NormEdit, lost_edits, z_of
+from ln_probe.hooks.norm_edits import NormEdit, z_of
+from ln_probe.hooks.norms import structure_of
 
 Place = tuple[int, int, str]  # layer, head, variant
 
@@ -87,7 +88,7 @@ class HeadEffects(Probe):
             layer: [head for head in range(head_count(run.model, layer)) if run.heads is None or head in run.heads]
             for layer in norms
         }
-        lost = lost_edits(run.model, list(dict.fromkeys(norms.values())))
+        lost = structure_of(run.model).lost_at(list(dict.fromkeys(norms.values())))
         norms = {layer: norm for layer, norm in norms.items() if norm.name not in lost}
         watching = _Watching(run, self, norms, heads, [f"head_effects: {reason}" for reason in lost.values()])
         try:
@@ -120,7 +121,7 @@ class _IntactHeads:
         """Return the hooks and pre-hooks of the intact pass."""
         after: list[Hook] = [(norm.module, partial(self._on_norm, norm)) for norm in self._norms.values()]
         after += [(z_point(self._model, layer), partial(self._on_z, layer)) for layer in self._norms]
-        before: list[Hook] = [(attention_of(self._model, i), partial(self._on_attention, i)) for i in self._norms]
+        before: list[Hook] = [(attentions(self._model)[i], partial(self._on_attention, i)) for i in self._norms]
         return after, before
 
     def _on_norm(self, norm: Norm, _m: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
@@ -143,8 +144,6 @@ class _IntactHeads:
                     z = z_of(self._model, layer, args, kwargs, y, edit.output(x).to(y.dtype))
             finally:
                 self._inside = False
-            if z is None:
-                raise ValueError(f"{norm.name}: the attention of block {layer} does not read this norm's output")
             self.edited[layer, variant] = by_head(z, head_count(self._model, layer))[0]
 
     def _on_z(self, layer: int, _m: nn.Module, _args: Any, _kwargs: Any, z: Tensor) -> Tensor | None:

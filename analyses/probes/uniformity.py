@@ -26,7 +26,6 @@ from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, 
 from ln_probe.analyses.probes.tables import HEADS
 from ln_probe.hooks.attention import Form, Heads, UnsupportedAttentionError, heads_at_once, read_heads
 from ln_probe.hooks.constants import Constant
-from ln_probe.hooks.edits import no_op
 from ln_probe.hooks.norm import INTACT, VARIANTS, Norm
 from ln_probe.hooks.norms import layers_in_words
 from ln_probe.hooks.stream import AttentionInput, visible_keys
@@ -229,7 +228,7 @@ class AttentionLayer:
     @cached_property
     def outputs(self) -> dict[str, Float[Tensor, "pos d_model"]]:
         """The norm's output before gain and bias, by variant, float64."""
-        rows = self.constant.rows(self.length).to(self.seen.x.device)
+        rows = self.constant.pair[torch.arange(self.length).clamp(max=1), None].to(self.seen.x.device)
         return {variant: self.site.without(variant, self.seen.x.double(), rows) for variant in VARIANTS}
 
     @cached_property
@@ -264,7 +263,7 @@ class AttentionLayer:
     @cached_property
     def variants(self) -> list[str]:
         """The variants that change keys here, the intact norm first."""
-        return [variant for variant in VARIANTS if variant == INTACT.name or not no_op(self.site, variant)]
+        return [name for name, variant in VARIANTS.items() if name == INTACT.name or variant.effect(self.site)]
 
     def keys(self, variant: str) -> Float[Tensor, "key head d_head"]:
         """Keys as attention would see them under a variant, of all heads."""

@@ -200,7 +200,7 @@ def from_folder(folder: Path, *, allow_pickle: bool, dtype: torch.dtype, device:
     """
     from transformers import AutoConfig
 
-    from ln_probe.hooks.model import complete_biases, complete_token_ids
+    from ln_probe.hooks.model import complete_token_ids
 
     written = read_config(folder)
     model_class, notes = _model_class(written, folder)
@@ -223,10 +223,10 @@ def from_folder(folder: Path, *, allow_pickle: bool, dtype: torch.dtype, device:
             f"{folder}: config.json and the weights do not make a {model_class.__name__}: {one_line(error)}"
         ) from error
     missing_head, more = _check_loading_info(folder, written.get("architectures") or [], model, info)
-    notes += more + complete_biases(model)
     model = _ready(model, device, folder)
-    tokenizer, more = _tokenizer(folder)
-    return Pretrained(model, model_class.__name__, tokenizer, (*notes, *more), weights, missing_head)
+    tokenizer, on_tokenizer = _tokenizer(folder)
+    notes = (*notes, *more, *on_tokenizer)
+    return Pretrained(model, model_class.__name__, tokenizer, notes, weights, missing_head)
 
 
 def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretrained:

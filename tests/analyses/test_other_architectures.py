@@ -64,15 +64,6 @@ def test_a_head_that_transforms_the_stream_is_refused_by_name() -> None:
         ln_probe.attribute_logits(make_bridge("bert"), TOKENS)
 
 
-def test_neox_without_biases_in_memory(tmp_path: Path) -> None:
-    original = hugging_face("neox-no-bias")
-    report = ln_probe.analyze(original, TOKENS, probes=PROBES, progress=False)
-    assert original.gpt_neox.layers[0].attention.query_key_value.bias is None
-    same = ln_probe.analyze(folder(original, tmp_path), TOKENS, probes=PROBES, progress=False)
-    for column in ("attainable_median", "entropy_ratio"):
-        assert report.heads[column].to_numpy() == pytest.approx(same.heads[column].to_numpy(), rel=1e-4, nan_ok=True)
-
-
 def test_rows_of_several_lengths() -> None:
     model = make_bridge("gpt2")
     rows = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 6, 7]]

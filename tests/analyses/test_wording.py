@@ -133,8 +133,8 @@ def test_a_change_of_the_loss_in_words(values: dict[str, Any], unit: str, text: 
 
 
 @pytest.mark.parametrize(("causal", "provenance", "text"), [
-    ([row("all", "no_scaling", 0.2)], {"causal": {"no_op": {"no_projection": "rmsnorm: it has no projection"}}},
-     "Removing projection changes nothing in this model: rmsnorm: it has no projection."),
+    ([row("all", "no_scaling", 0.2)], {"causal": {"no_op": {"no_projection": "rmsnorm has no projection"}}},
+     "Removing projection changes nothing in this model: rmsnorm has no projection."),
     ([row("all", "no_scaling", math.nan), row("attention", "no_scaling", 0.2)], {},
      "Freezing scaling at the norms that attention reads raises the loss by 0.200 nats/token"),  # logits overflow
     ([row("all", "no_scaling", 0.2)], {"arguments": {"layers": [2, 0]}}, f"{EDIT} in layers 0, 2 raises"),

@@ -39,7 +39,7 @@ Change = Callable[[Path], object]  # what is done to a sound folder
 # Options of architectures (tests/architectures.py) that decide how a model is converted.
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}
 EITHER: dict[str, dict[str, Any]] = {
-    "gpt2": {}, "neox": THETA, "neox-sequential": {}, "neox-no-bias": {}, "opt": {}, "neo": {"window_size": 8},
+    "gpt2": {}, "neox": THETA, "neox-sequential": {}, "opt": {}, "neo": {"window_size": 8},
     "llama": {"rope_theta": 500.0}, "mistral": {}, "qwen2": {}, "qwen3": WIDE,
 }  # fmt: skip
 BRIDGED: dict[str, dict[str, Any]] = {  # those that HookedTransformer cannot hold

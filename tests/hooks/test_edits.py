@@ -102,8 +102,9 @@ def test_an_edit_that_a_bridge_would_lose_is_refused(options: Any, flag: str) ->
         assert torch.equal(model(TOKENS), intact)
 
 
+@pytest.mark.parametrize("by_point", [True, False])
 @pytest.mark.parametrize("options", [{}, {"only": "keys"}, {"heads": [(0, 1)]}])
-def test_hooks_that_are_removed_inside(options: Any, worlds: list[tuple[str, Any]]) -> None:
+def test_hooks_that_are_removed_inside(options: Any, by_point: bool, worlds: list[tuple[str, Any]]) -> None:
     """`reset_hooks` leaves the edit; what removes permanent hooks makes the next pass raise, and never the leaving."""
     for name, model in worlds:
         with torch.no_grad():
@@ -114,8 +115,11 @@ def test_hooks_that_are_removed_inside(options: Any, worlds: list[tuple[str, Any
                 if reset is not None:
                     reset()
                     assert torch.equal(model(TOKENS), edited), name
-                for point in model.hook_dict.values():
-                    point.remove_hooks(including_permanent=True)
+                if by_point or reset is None:
+                    for point in model.hook_dict.values():
+                        point.remove_hooks(including_permanent=True)
+                else:
+                    reset(including_permanent=True)
                 with pytest.raises(LostEditError, match=r"blocks\.0"):
                     model(TOKENS)
             assert torch.equal(model(TOKENS), intact), name
