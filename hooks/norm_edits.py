@@ -422,7 +422,7 @@ class HeadEdit(NormEdit):
             biases = b.view(-1, W.shape[-1])
             bias = biases[:: max(1, len(biases) // own)].flatten()
         intact, columns = (F.linear(y.to(W.dtype), weight, bias).view_as(out) for y in (self.intact, self.edited))
-        if not relative_difference(intact, out) <= SAME_LOGITS[out.dtype]:
+        if not relative_difference(intact.detach(), out.detach()) <= SAME_LOGITS[out.dtype]:
             raise self.lost(f"{hook.name} shows more than W_{letter.upper()} of its output: edit the whole norm")
         columns = columns.to(out.dtype)
         if heads is not None:

@@ -203,6 +203,9 @@ def _of_json(line: str, where: str) -> str | list[int]:
     ids: list[int] | None = next((entry[name] for name in _ID_FIELDS if isinstance(entry.get(name), list)), None)
     if ids is None:
         raise ValueError(f'{where}: needs a "text" (a string) or "tokens" (a list of ids)')
+    _check_unpacked(entry, ())
+    if isinstance(mask := entry.get("attention_mask"), list):
+        ids = _unmasked({"input_ids": ids, "attention_mask": mask})[0][0].tolist()
     return ids
 
 

@@ -170,8 +170,7 @@ class _Watching(Observer):
         if not weight:
             return
         self.weights[prompt] = weight
-        singles = self.singles if self.is_exact else []
-        rows = [row for row in self.rows if row.is_group] + singles
+        rows = [row for row in self.rows if row.is_group] + (self.singles if self.is_exact else [])
         with evaluating(self.model), self.plain.replaced() if self.plain else nullcontext():
             self._run(prompt, tokens, rows)
             if prompt in self.with_gradients and self.run.constants.given is None:

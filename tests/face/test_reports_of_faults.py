@@ -23,7 +23,7 @@ from ln_probe.exhibits import AttentionRecorder
 from ln_probe.hooks import find_norms, linearized, without
 from ln_probe.hooks.constants import bundled_constants
 from ln_probe.hooks.norm import NormError
-from ln_probe.hooks.norm_edits import InterventionError
+from ln_probe.hooks.norm_edits import InterventionError, LostEditError
 from ln_probe.hooks.task import default_tokens
 from ln_probe.page import figures
 
@@ -138,6 +138,30 @@ def test_norms_without_hook_points_are_named(arch: str) -> None:
             pass
     report = ln_probe.analyze(original, IDS, probes=["causal"], progress=False)
     assert any(f"neither measured nor edited: {name}" in note for note in report.notes)
+
+
+class Adapter(torch.nn.Linear):
+    """A LoRA that is not merged: its `weight` is not all that it computes (PEFT)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("arch", "letter"), [("llama", "k"), ("qwen3", "v")])
+def test_single_readers_with_an_adapter_are_refused(arch: str, letter: str) -> None:
+    original = hugging_face(arch)
+    setattr(original.model.layers[1].self_attn, f"{letter}_proj", Adapter(32, 16, bias=False))
+    model = bridge_of(original)
+    readers, refused = {"k": "keys", "v": "values"}[letter], f"more than W_{letter.upper()}"
+    with without(model, "scaling", only=readers, scale=2.0), pytest.raises(LostEditError, match=refused):
+        model(IDS)
+
+
+def test_a_norm_that_a_bridge_cannot_edit_is_named() -> None:
+    original = hugging_face("llama")
+    original.model.norm = torch.nn.RMSNorm(32, elementwise_affine=False)
+    with pytest.raises(NormError, match="does not run"):
+        find_norms(original)
 
 
 # ------------------------------------------------------------------------ dictionaries in training mode (SAELens #178)
