@@ -26,6 +26,7 @@ from rich.live import Live
 from rich.text import Text
 
 _INTERVAL_S = 30.0  # between plain lines
+_CELL_INTERVAL_S = 0.25  # between updates in a notebook
 _LEAST_LEFT_S = 3.0  # less is not shown
 
 
@@ -48,18 +49,25 @@ class ProgressLine:
         renderable = partial(Text, no_wrap=True, overflow="ellipsis")
         self._live = Live(console=self._console, transient=True, get_renderable=lambda: renderable(str(self)))
         self._outer: ProgressLine | None = None
+        self._cell: Any = None  # where a notebook shows the line (rich needs widgets for it, and leaves the last line)
 
     def __enter__(self) -> ProgressLine:
         global _line
         self._outer, _line = _line, _line or self
         if self._moves and self._outer is None:
-            self._live.start()
+            if self._console.is_jupyter:
+                self._cell = import_module("IPython.display").DisplayHandle()
+                self._cell.display({"text/plain": str(self)}, raw=True)
+            else:
+                self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         global _line
         _line = self._outer
         self._live.stop()
+        if self._cell is not None:
+            self._cell.update({"text/plain": ""}, raw=True)
 
     def __str__(self) -> str:
         seconds = int(time.monotonic() - self.started)
@@ -68,9 +76,12 @@ class ProgressLine:
 
     def show(self, inner: str) -> None:
         """Set what is being done in the stage; print a plain line, where none moves and the last one is old enough."""
-        self.inner = inner
-        if not self._moves and time.monotonic() - self._printed >= _INTERVAL_S:
-            self._printed = time.monotonic()
+        self.inner, now = inner, time.monotonic()
+        if self._cell is not None and now - self._printed >= _CELL_INTERVAL_S:
+            self._printed = now
+            self._cell.update({"text/plain": str(self)}, raw=True)
+        elif not self._moves and now - self._printed >= _INTERVAL_S:
+            self._printed = now
             self._console.print(str(self), markup=False)
 
 

@@ -173,17 +173,3 @@ def sha256_of_file(path: Path) -> str:
     """Return the SHA-256 of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_labels(path: Path) -> list[str]:
-    """Return the group labels of a file, a line for each prompt.
-
-    Raises:
-        OSError: it cannot be read.
-        FileError: it is not UTF-8, or a line holds no label.
-    """
-    labels = read_text(path).splitlines()
-    empty = next((number for number, label in enumerate(labels, start=1) if not label.strip()), 0 if labels else 1)
-    if empty:
-        raise FileError(f"{path}: line {empty} holds no label; write one label a line, a line for each prompt")
-    return labels

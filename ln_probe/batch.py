@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from ln_probe import __version__
 from ln_probe.analyses.probes import DEFAULT
 from ln_probe.analyses.progress import ProgressLine, follow_parent, tell, tell_left
-from ln_probe.analyses.text import read_json, read_labels, sha256_of_file, whole_number
+from ln_probe.analyses.text import FileError, read_json, read_text, sha256_of_file, whole_number
 
 MAX_WORKERS = 4  # by default: each holds a model and about 1 GB beside it, and they compete for memory bandwidth
 KILLED = "its process was killed twice; if memory was short, use fewer --workers or a smaller --max-tokens"
@@ -210,6 +210,20 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
     if failed:
         raise ProbeError(failed)
     return folder
+
+
+def read_labels(path: Path) -> list[str]:
+    """Return the group labels of a file, a line for each prompt.
+
+    Raises:
+        OSError: it cannot be read.
+        FileError: it is not UTF-8, or a line holds no label.
+    """
+    labels = read_text(path).splitlines()
+    empty = next((number for number, label in enumerate(labels, start=1) if not label.strip()), 0 if labels else 1)
+    if empty:
+        raise FileError(f"{path}: line {empty} holds no label; write one label a line, a line for each prompt")
+    return labels
 
 
 def memory_shortage(model: Any, max_tokens: int) -> str:

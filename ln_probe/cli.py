@@ -270,7 +270,6 @@ def report(
     A report that is there, of the same weights and settings, is skipped.
     """
     from ln_probe import batch
-    from ln_probe.analyses.text import read_labels
 
     names = [*(targets or ()), *_listed(from_file)]
     if not names:
@@ -281,7 +280,7 @@ def report(
     chosen = [_target(name, layers or ()) for name in names]
     try:
         if groups is not None:
-            read_labels(groups)
+            batch.read_labels(groups)
         if checkpoints is not None:
             chosen = [step for target in chosen for step in target.at_steps(checkpoints)]
     except (OSError, ValueError) as error:
@@ -396,7 +395,7 @@ def freezing_cost(
     quiet: Quiet = False,
 ) -> None:
     """Print how much freezing scaling raises the loss, with its CI: the first number of a report, alone."""
-    from ln_probe.analyses.text import read_labels
+    from ln_probe.batch import read_labels
 
     target = _target(model)
     try:
@@ -424,7 +423,8 @@ def freezing_cost(
     if as_json:
         typer.echo(json.dumps({"model": str(target), **cost.plain}, indent=1))
     else:
-        _echo_wrapped(f"{target}: {cost}")
+        _, _, rest = str(cost).partition("\n\n")
+        _echo_wrapped(f"{target}: {cost.sentence}\n\n{rest}")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from ln_probe.hooks.model import whole_number
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANTS
 from ln_probe.hooks.task import Loss, Objective
 from ln_probe.passes import measure_norms, second_pass
+from ln_probe.report import WIDTH
 
 _SITES = {"all": "every norm", "attention": "attention's norms"}
 
@@ -59,7 +61,7 @@ class FreezingCost:
         return self.sentence
 
     def __str__(self) -> str:
-        lines = [self.sentence, "", *self._contrasts(), ""]
+        lines = [textwrap.fill(self.sentence, WIDTH, break_on_hyphens=False), "", *self._contrasts(), ""]
         lines.append(f"intact loss: {self.loss:.4g} {self.unit} on {counted(self.prompts['count'], 'prompt')}")
         lines.append(f"prompts: {self.prompts['source']}, {self.prompts['tokens']} tokens")
         lines.append(f"constants: {self.constants.source}, {counted(self.constants.group_count, 'prompt group')}")
@@ -67,7 +69,7 @@ class FreezingCost:
 
     def _contrasts(self) -> Iterator[str]:
         """Yield one line for each contrast, columns aligned."""
-        rows = [("", "loss increase", "95 % CI", "Holm-adjusted p")]
+        rows = [("", "loss rise", "95 % CI", "Holm's p")]
         row: Any  # of values of any type
         for row in self.table.sort_values("variant", ascending=False, kind="stable").itertuples():
             label, p = f"{VARIANTS[row.variant].label}, {_SITES[row.sites]}", _p(row.p)

@@ -33,7 +33,7 @@ REPORT_FILE = "report.json"  # written last: a folder without it holds no whole 
 PAGE_FILE = "report.html"
 FORMAT = 6
 _OPTIONAL = ("numba", "circuitsvis", "gguf", "ray")
-_WIDTH = 100  # characters of a printed line
+WIDTH = 100  # characters of a printed line
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "pandas")
 
 
@@ -100,7 +100,7 @@ class Report:
         """Return what `print` shows: model, prompts and findings."""
         prompts = self.provenance.get("prompts", {})
         about = f" on {counted(prompts['count'], 'prompt')} ({prompts.get('source', '')})" if "count" in prompts else ""
-        bullets = [textwrap.fill(f"- {text}", _WIDTH, subsequent_indent="  ") for text in self.findings()]
+        bullets = [textwrap.fill(f"- {text}", WIDTH, subsequent_indent="  ") for text in self.findings()]
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # consoles that lack a character show its number
         text = disarmed("\n".join([f"{self.name}{about}", *bullets]))
         return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -194,7 +194,7 @@ def test_dictionaries_of_another_form() -> None:
     _, cache = model.run_with_cache(TOKENS[None])
     mixed, other = (Dictionary("blocks.1.hook_resid_pre") for _ in range(2))
     mixed.decode = lambda active: active.flip(-1) @ mixed.W_dec  # type: ignore[method-assign]
-    with pytest.raises(AttributionError, match="decode is no sum"):
+    with pytest.raises(AttributionError, match="decode"):
         Features.of(mixed, cache)
     other.__class__ = type("Twice", (Dictionary,), {"__call__": lambda self, x: 2 * self.decode(self.encode(x))})
     with pytest.raises(AttributionError, match="no skip connection"):

@@ -36,6 +36,8 @@ def test_targets() -> None:
     assert mean.total == pytest.approx(float(logits[3] - logits.mean()), abs=1e-5)
     three, four = (attribute_logits(model, TOKENS, -1, target=t).terms for t in (3, 4))
     assert torch.allclose(two.terms, three - four, atol=1e-9)
+    model.tokenizer = lambda text, **_: {"input_ids": [int(text)]}
+    assert attribute_logits(model, TOKENS, -1, "3", "4").total == two.total
 
 
 def test_neurons_are_features_of_their_mlp() -> None:

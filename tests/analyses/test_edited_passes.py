@@ -135,3 +135,9 @@ def test_the_largest_sums_of_sizes_are_chosen() -> None:
     two = {"a": (1.0, 1.0), "c": (-4.0, 0.0)}
     assert largest([one, two], 2) == ["a", "b"]
     assert largest([], 2) == []
+
+
+def test_every_tensor_of_a_blocks_output_is_changed() -> None:
+    one, two = torch.ones(2), torch.zeros(2)
+    doubled = edited_passes.mapped(lambda x: x * 2 + 1, (one, None, 7, [two]))
+    assert str(doubled) == str((one * 3, None, 7, [two + 1]))

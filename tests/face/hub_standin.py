@@ -1,9 +1,4 @@
-"""A small stand-in for the model hub on this machine: its addresses and headers over files that a test writes.
-
-with reached(cache, monkeypatch) as hub:
-    hub.add("gpt2", {"main": folder})
-    hub.gated.add("gpt2")
-"""
+"""A small stand-in for the model hub on this machine: its addresses and headers over files that a test writes."""
 
 from __future__ import annotations
 
@@ -51,7 +46,7 @@ class Hub:
         if self.failing:
             return 500, b"{}", {}
         of_api = path.startswith("/api/models/")
-        path = path.removeprefix("/api/models/").lstrip("/")
+        path = path.removeprefix("/api/models").lstrip("/")
         repository = next((r for r in sorted(self.repositories, key=len)[::-1] if path.startswith(r)), "")
         if not repository or repository in self.gated:
             return _refusal("GatedRepo" if repository else "RepoNotFound")
@@ -77,8 +72,7 @@ class Hub:
 
 
 def _refusal(code: str) -> tuple[int, bytes, dict[str, str]]:
-    headers = {"X-Error-Code": code, "X-Error-Message": code}
-    return 403 if code == "GatedRepo" else 404, json.dumps({"error": code}).encode(), headers
+    return 403 if code == "GatedRepo" else 404, b"{}", {"X-Error-Code": code, "X-Error-Message": code}
 
 
 class _Handler(BaseHTTPRequestHandler):

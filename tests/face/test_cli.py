@@ -232,9 +232,10 @@ def test_freezing_cost() -> None:
     expected = ln_probe.freezing_cost(ln_probe.load_model("m"), rows[:2], progress=False)
     assert found["estimate"] == pytest.approx(expected.estimate, rel=1e-5)
     assert (found["model"], found["prompts"]["count"], len(found["contrasts"])) == ("m", 2, 4)
-    printed, _ = ends(0, *line)
-    assert "scaling frozen, every norm" in printed
-    assert "prompts: p.jsonl, 27 tokens" in printed
+    printed, progress = ends(0, *line[:-1])
+    assert ("PyTorch" in progress, "PyTorch" in printed) == (True, False)
+    assert "cuda:99" in "".join(ends(1, *line, "--device", "cuda:99"))
+    assert "27 tokens" in printed
 
 
 # ------------------------------------------------------------------------------------------------- the laboratory
@@ -271,8 +272,9 @@ def test_an_experiment_is_run(requests: list[Request]) -> None:
     ends(0, *line)
     assert requests[-1].seeds == (0, 1)
     assert json.loads(Path("runs/results.json").read_text())["experiment"] == "toy"
-    ends(0, *line, "--seeds", "5")
+    ends(0, *line, "--seeds", "5", "--quiet")
     assert requests[-1].seeds == (0, 1, 2, 3, 4)
+    assert [request.progress for request in requests] == [True, False]
     _, said = ends(1, *line, "--seeds", "6")
     assert "diverged: seed 9" in said
 

@@ -35,7 +35,7 @@ NOTEBOOKS = [FOLDER / f"{name}.py" for name in NAMES]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_d8_notebooks_run_and_show_what_they_made(path: Path, tmp_path: Path) -> None:
+def test_notebooks_run_and_show_what_they_made(path: Path, tmp_path: Path) -> None:
     jupytext = pytest.importorskip("jupytext", reason="notebooks are run with jupytext and nbclient (extra: dev)")
     nbclient = pytest.importorskip("nbclient", reason="notebooks are run with jupytext and nbclient (extra: dev)")
     notebook = jupytext.read(path)
@@ -132,7 +132,7 @@ def results(model: object, report: Report) -> Iterator[object]:
     yield ln_probe.attribute_scores(model, tokens, 1, 2, 20, 3)
 
 
-def test_d6_results_show_themselves_in_one_line(model: object, report: Report) -> None:
+def test_results_show_themselves_in_one_line(model: object, report: Report) -> None:
     """repr(report.attention()) was 143,712 characters."""
     for result in results(model, report):
         said = repr(result)
@@ -141,7 +141,7 @@ def test_d6_results_show_themselves_in_one_line(model: object, report: Report) -
         assert "\n" not in said
 
 
-def test_d2_pictures_show_without_any_magic(report: Report) -> None:
+def test_pictures_show_without_any_magic(report: Report) -> None:
     """They printed <Figure size …> unless `%matplotlib inline` was called."""
     for figure in (figures.norms_over_depth(report), figures.keys_over_depth(report), figures.loss_changes(report)):
         with warnings.catch_warnings():

