@@ -33,31 +33,9 @@ WORLDS: list[Any] = ["hooked", "bridge"] if has_hooked_transformer() else ["brid
 BRIDGE: list[Any] = ["bridge"]  # HookedTransformer cannot hold these
 WIDE: dict[str, Any] = {"head_dim": 16}  # heads wider than d_model / heads
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}
-<<<<<<< HEAD
-EITHER: dict[str, dict[str, Any]] = {
-    "gpt2": {}, "neox": THETA, "neox-sequential": {}, "opt": {}, "neo": {"window_size": 8},
-    "llama": {"rope_theta": 500.0}, "mistral": {}, "qwen2": {}, "qwen3": WIDE,
-}  # fmt: skip
-BRIDGED: dict[str, dict[str, Any]] = {  # those that HookedTransformer cannot hold
-    "gpt2-narrow-mlp": {}, "neo": {"intermediate_size": 80}, "llama-wide-heads": {}, "llama-biases": {},
-    "llama3-rope": {}, "gemma": WIDE, "gemma2": WIDE | {"num_key_value_heads": 2, "sliding_window": 8}, "olmo2": {},
-    "bert": {},
-}  # fmt: skip
-CASES = [*((arch, options, WORLDS) for arch, options in EITHER.items()),
-         *((arch, options, ["bridge"]) for arch, options in BRIDGED.items())]  # fmt: skip
-QUICK = ("gpt2", "neox", "neo", "llama", "mistral", "qwen3", "gemma2", "bert")
-
-
-def saved(folder: Path, architecture: str, **options: Any) -> Any:
-    """A Hugging Face model, written to a folder."""
-    model = hugging_face(architecture, **options)
-    model.save_pretrained(folder)
-    return model
-=======
 TOKENS = torch.randint(3, 50, (2, 30), generator=torch.Generator().manual_seed(7))
 NO_MODEL = "do not make a GPT2LMHeadModel"
 Change = Callable[[Path], object]  # what is done to a sound folder
->>>>>>> main
 
 
 def assert_faithful(model: Any) -> None:
@@ -78,7 +56,7 @@ def assert_faithful(model: Any) -> None:
     ("gemma2", WIDE | {"num_key_value_heads": 2, "sliding_window": 8}, BRIDGE),
     ("bert", {}, BRIDGE),
     slow=[
-        *((name, {}, WORLDS) for name in ("neox-sequential", "neox-no-bias", "opt", "qwen2")),
+        *((name, {}, WORLDS) for name in ("neox-sequential", "opt", "qwen2")),
         *((name, {}, BRIDGE) for name in ("llama-wide-heads", "llama-biases", "olmo2")),
         ("gemma", WIDE, BRIDGE),
     ],
