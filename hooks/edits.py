@@ -52,7 +52,7 @@ from ln_probe.hooks.model import (
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm, is_heads_first
 from ln_probe.hooks.norm_edits import Edit, HeadEdit, InterventionError, LinearEdit, LostEditError, NormEdit, installed
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
-from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded
+from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded_rows
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
@@ -258,9 +258,7 @@ def _constants(
     frozen = [norm for norm in choice.norms if "scaling" in VARIANTS[choice.variant].effect(norm)]
     if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is none of the norms {some(names)}")
-    rows, notes = ([], ()) if tokens is None else unpadded(model, check_tokens(model, tokens))
-    for note in notes:
-        warnings.warn(f"tokens: {note}", stacklevel=4)
+    rows = [] if tokens is None else unpadded_rows(model, tokens)
     if rows and max(map(len, rows)) < 2:
         raise ValueError("tokens hold no position besides 0: give at least two positions")
     if not (isinstance(scale, str) and scale in SCALES):

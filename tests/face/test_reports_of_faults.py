@@ -257,6 +257,7 @@ def test_padding_in_any_form_is_no_text(arch: str, tokenizer: Any) -> None:
     rows = [torch.tensor([tokenizer(text).input_ids]) for text in texts]
     with torch.no_grad():
         sums = [float(original(row, labels=row).loss) * (row.shape[1] - 1) for row in rows]
+        logits = [float(original(row).logits[0, -1, 7]) for row in rows]
     expected = sum(sums) / sum(row.shape[1] - 1 for row in rows)
     model = bridge_of(hugging_face(arch))
     model.tokenizer = tokenizer
@@ -266,6 +267,9 @@ def test_padding_in_any_form_is_no_text(arch: str, tokenizer: Any) -> None:
         assert intact_loss(model, prompts) == pytest.approx(expected, rel=1e-6), prompts
     with pytest.warns(UserWarning, match="padding"), without(model, "scaling", tokens=ids) as padded:
         pass
+    with pytest.warns(UserWarning, match="padding"):
+        own = ln_probe.attribute_logits(model, ids, -1, target=7).check().own
+    assert own.flatten().tolist() == pytest.approx(logits, rel=1e-5)
     with without(model, "scaling", tokens=[row[0] for row in rows]) as alone:
         assert padded.divisors == alone.divisors
 
