@@ -84,7 +84,7 @@ def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int
     Raises:
         ActivationError: a norm's input or output is not finite.
     """
-    sigmas: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {norm.name: ([], []) for norm in norms}
+    sigmas: dict[str, tuple[list[Any], list[Any]]] = {norm.name: ([], []) for norm in norms}
     length = 0
 
     def on_norm(norm: Norm, x: Tensor, _y: Tensor) -> None:
@@ -106,14 +106,13 @@ def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int
 
 
 def weights_sample(model: object) -> Float[Tensor, " entry"]:
-    """Return entries of all parameters, evenly spaced: they show edits that PyTorch does not count (`.data`)."""
+    """Return entries of all parameters, evenly spaced, which show edits through `.data`."""
     parameters = (p for module in modules_of(model) for p in module._parameters.values() if p is not None)
     return torch.cat([p.detach().flatten()[:: 1 + p.numel() // _COMPARED] for p in parameters])
 
 
 def bundled_constants(model: HookedModel) -> Mapping[str, Any]:
-    """Return the loss-optimal constants that a bundled model brings (`models.shipped_constants`); empty if it brings
-    none, or its weights have changed."""
+    """Return the loss-optimal constants that a bundled model brings; empty if its weights have changed."""
     shipped: Mapping[str, Any] = vars(model).get("shipped_constants", {})
     sample = weights_sample(model)
     return shipped if torch.equal(shipped.get("sample", sample).to(sample), sample) else {}
@@ -122,9 +121,8 @@ def bundled_constants(model: HookedModel) -> Mapping[str, Any]:
 def default_means(model: HookedModel, norms: Sequence[Norm], structure: Structure) -> Mapping[str, Constant]:
     """Return the mean sigmas of norms over the model's default prompts.
 
-    They are measured again where the modules, a parameter (its place, or the count of in-place edits that PyTorch
-    keeps), or what the prompts are made of has changed. Edits through `.data` are not counted: they are seen where they
-    change one of the entries that are compared.
+    They are measured again where the modules, a parameter, the tokenizer or the model's prompts have changed. PyTorch
+    counts edits in place; those through `.data` are seen if they change one of the entries that are compared.
     """
     parameters = [p for module in structure.modules for p in module._parameters.values() if p is not None]
     origin = tokenizer_of(model), bundled_prompts(model), [(p.data_ptr(), p._version) for p in parameters]
@@ -209,7 +207,7 @@ def fit(
     names = _frozen(norms, variant, start)
     counted = [row for row in prompts if objective.weight(row)]
     if not counted:
-        raise ValueError(f"none of these {len(prompts)} prompts has a loss: give prompts of at least two tokens")
+        raise ValueError("none of these prompts has a loss: give prompts of at least two tokens")
     weight = sum(objective.weight(row) for row in counted)
     batches = list(_batches(counted, vocabulary_size(model)))
 
@@ -268,7 +266,7 @@ def loss_and_gradients(
     with torch.enable_grad():
         loss = edited_loss(model, norms, rows, leaves, variant, objective)
         if not loss.requires_grad:
-            raise GradientError(f"{objective.name} has no gradient, so no constants can be fitted: use the mean ones")
+            raise GradientError(f"{objective.name} has no gradient, so no constants can be fitted")
         slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     gradients = ((0.0, 0.0) if slope is None else (float(slope[0]), float(slope[1])) for slope in slopes)
     return float(loss.detach()), dict(zip(names, gradients, strict=True))

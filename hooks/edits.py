@@ -56,7 +56,7 @@ from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded_row
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
-Heads = Mapping[str, Mapping[int, Sequence[int] | None]]  # by the norm's name and block; None: all of the block
+Heads = Mapping[str, Mapping[int, Sequence[int] | None]]  # by the norm's name and block; None: all
 PARTS = {"queries": "q", "keys": "k", "values": "v"}  # of attention, and the letters of their hook points
 OWN = "own"  # each token's own sigma
 
@@ -99,10 +99,9 @@ def without(
 ) -> Iterator[Intervention]:
     """Remove projection, scaling or both from some norms of the model inside a `with` block.
 
-    Contexts over different norms nest, in any order, and amount to one context over all of them. Hooks at a norm's
-    hook points see the edited values, and what they return is used. With `only` or `heads` they see and change the
-    intact norm, which the other readers use. Gradients reach the gains and biases of edited norms. Call `backward()`
-    inside the block where the model uses gradient checkpointing.
+    Contexts over different norms nest and amount to one context over all of them. Hooks at a norm's hook points see
+    the edited values, and what they return is used. With `only` or `heads` they see and change the intact norm, which
+    the other readers use. Gradients reach the gains and biases of edited norms.
 
     Args:
         model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
@@ -112,10 +111,10 @@ def without(
         scale: the constant c that replaces sigma.
             "frozen": a norm's mean sigmas in the unedited model, one for position 0 and one for all others.
             "uniform": the second of them everywhere.
-            "optimal": two numbers per norm that minimize the next-token loss with all these norms edited together.
-                They are fitted on entering, which takes minutes; a bundled model brings them for "attention" and "all".
+            "optimal": the two numbers per norm that minimize the next-token loss with all these norms edited. Fitting
+                takes minutes; a bundled model brings them for "attention" and "all".
             A mapping from names of norms to constants, such as `divisors` of what this yields.
-            A number: that number everywhere. (A change of the loss is then due to a change of size, too.)
+            A number: that number everywhere; a change of the loss is then due to a change of size, too.
         tokens: what constants are measured on, [batch pos] or a list of rows. None: the default prompts of `analyze`.
         only: "queries", "keys" or "values": edit what this projection of attention reads, and leave the others.
         heads: (layer, head) pairs: edit what these heads read, and leave the others; `sites` is left out. Query heads
@@ -131,8 +130,8 @@ def without(
 
     Warns:
         NoOpWarning: the edit changes nothing at a norm that does not have the term (projection, an RMSNorm).
-        UserWarning: "all" leaves out norms without hook points; dropout is on; a fit did not converge; the model uses
-            gradient checkpointing.
+        UserWarning: "all" leaves out norms without hook points; dropout is on; a fit did not converge; gradient
+            checkpointing is on, with which `backward()` must be called inside the block.
 
     Example:
         >>> with ln_probe.hooks.without(model, "scaling", sites="attention") as edit:
@@ -345,9 +344,8 @@ class _Linearized:
     def __call__(self, model: object, sigma: Sigma = OWN) -> Iterator[tuple[str, ...]]:
         """Hold sigma at every norm inside a `with` block, so that each norm is a linear map.
 
-        With the norms' own sigmas the forward pass is unchanged up to rounding (5e-6 in a bridge). `without` nests with
-        it in either order: an edited norm keeps its edit, and what it still divides by is held. Gradients reach gains
-        and biases.
+        With the norms' own sigmas the forward pass is unchanged up to rounding (5e-6 in a bridge). Nested with
+        `without`, an edited norm keeps its edit, and what it still divides by is held.
 
         Args:
             model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
@@ -458,8 +456,8 @@ def edit_hooks(
         edit = NormEdit.of(norm, choice.variant, constants[norm.name].pair if norm.name in constants else None)
         record_at = "hook_scale" if edit.adds_mean is None else "hook_in"
         if record_at not in norm.module._modules:
-            raise InterventionError(f"{norm.name} has no hook_in, which its mean is read from: use `without`")
-        if norm.reads in ("query", "key"):  # its vectors are of heads, in an order that a hook point does not tell
+            raise InterventionError(f"{norm.name} has no hook_in to read its mean from: use `without`")
+        if norm.reads in ("query", "key"):  # (a hook point does not tell the order of heads and positions)
             raise InterventionError(f"{norm.name} normalizes queries or keys inside attention: use `without`")
         hooks += [(f"{norm.name}.{point}", hook) for point, hook in edit.plain_hooks(record_at)]
     return hooks

@@ -50,7 +50,7 @@ def check_model(model: object) -> HookedModel:
         ValueError: its weights are quantized, or have no values (meta device).
     """
     if isinstance(model, str):
-        raise TypeError(f"{model!r} is a string, not a model: load it first, ln_probe.load_model({model!r})")
+        raise TypeError(f"{model!r} is no model: load it first, ln_probe.load_model({model!r})")
     for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
         if parameter.dtype not in _MEASURABLE or parameter.is_meta:
             where = "on the meta device" if parameter.is_meta else f"quantized ({parameter.dtype})"
@@ -251,7 +251,9 @@ def missing_head(model: object) -> str:
 def in_missing_head(model: HookedModel, module: nn.Module) -> bool:
     """Return whether a module belongs to a head that was not in the checkpoint (BERT's has a norm)."""
     body = getattr(getattr(model, "original_model", None), "base_model", None)
-    return bool(missing_head(model)) and isinstance(body, nn.Module) and all(m is not module for m in body.modules())
+    if not missing_head(model) or not isinstance(body, nn.Module):
+        return False
+    return all(m is not module for m in body.modules())
 
 
 def vocabulary_size(model: HookedModel) -> int:
@@ -292,8 +294,8 @@ def evaluating(model: HookedModel | nn.Module) -> Iterator[None]:
 
 def logit_factor(model: HookedModel) -> float:
     """Return the factor of a model's logits in its config (Granite divides by `logits_scaling`)."""
-    original = getattr(model, "original_model", None)
-    configs = [getattr(model, "config", None), getattr(original, "config", None), getattr(model, "cfg", None)]
+    holders = (model, getattr(model, "original_model", None))
+    configs = [*(getattr(holder, "config", None) for holder in holders), model.cfg]
     factor = 1.0
     for name, power in (("logit_scale", 1.0), ("lm_head_multiplier", 1.0), ("logits_scaling", -1.0)):
         values = (getattr(config, name, None) for config in configs)
@@ -383,8 +385,11 @@ def _outputs(model: Any, inner: nn.Module) -> dict[str, Tensor]:
         if isinstance(output, Tensor):
             outputs.setdefault(plain_path(path), output.detach())
 
-    named = ((path, m) for path, m in inner.named_modules() if path and not path.endswith("_original_component"))
-    with torch.no_grad(), evaluating(model), hooks_on(after=[(m, partial(record, path)) for path, m in named]):
+    after: list[Hook] = []
+    for path, module in inner.named_modules():
+        if path and not path.endswith("_original_component"):
+            after.append((module, partial(record, path)))
+    with torch.no_grad(), evaluating(model), hooks_on(after):
         record("", model(ordinary_tokens(inner.config, device_of(inner))))
     return outputs
 

@@ -173,8 +173,10 @@ class Norm(OneLine):
     @property
     def radius(self) -> float:
         """Length of the normalized vectors if eps were 0; NaN for norms that do not scale."""
+        if not self.scales:
+            return math.nan
         declared = getattr(self.module, "radius", None)  # of the laboratory's norms
-        return math.nan if not self.scales else math.sqrt(self.d) if declared is None else float(declared)
+        return math.sqrt(self.d) if declared is None else float(declared)
 
     @property
     def constant_scale(self) -> float:
@@ -211,7 +213,7 @@ class Norm(OneLine):
     def project(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return Px, or x itself where the norm does not project.
 
-        This and the methods below raise ValueError for what does not hold real vectors of the norm's length.
+        This and the methods below raise ValueError for what holds no real vectors of the norm's length.
         """
         self._check(x)
         return x - x.mean(-1, keepdim=True) if self.projects else x
@@ -221,7 +223,8 @@ class Norm(OneLine):
         if not self.scales:
             self._check(x)
             return torch.full_like(x[..., :1], self.constant_scale)
-        return (self.project(x).pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (math.sqrt(self.d) / self.radius)
+        mean_square = self.project(x).pow(2).mean(-1, keepdim=True)
+        return (mean_square + self.eps).sqrt() * (math.sqrt(self.d) / self.radius)
 
     def normalize(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return the norm before gain and bias, Px / sigma, in x's own precision."""
@@ -242,9 +245,11 @@ class Norm(OneLine):
             constant: what replaces sigma where the variant removes scaling.
             sigma: what is divided by where scaling stays; None: the sigma of x.
         """
-        effect, projected = VARIANTS[variant].effect(self), self.project(x)
+        effect = VARIANTS[variant].effect(self)
         divisor = constant if "scaling" in effect else sigma
-        return (x if "projection" in effect else projected) / (self.sigma(x) if divisor is None else divisor)
+        if divisor is None:
+            divisor = self.sigma(x)
+        return (x if "projection" in effect else self.project(x)) / divisor
 
     def affine(self, normalized: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return the vectors with gain and bias applied."""
@@ -303,9 +308,9 @@ def is_heads_first(norm: Norm, x: Float[Tensor, "a b c d"], length: int) -> bool
 
     Of as many heads as positions, the layout in memory tells: a position's heads lie side by side.
     """
-    return (
-        norm.reads in ("query", "key") and x.shape[2] == length and (x.shape[1] != length or x.stride(1) < x.stride(2))
-    )
+    if norm.reads not in ("query", "key") or x.shape[2] != length:
+        return False
+    return x.shape[1] != length or x.stride(1) < x.stride(2)
 
 
 class NormError(ValueError):
@@ -321,7 +326,7 @@ class UnknownNormError(NormError):
 # Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
 # GPT-2-shaped models) and 1e-2 in bf16; an eps of 0.001 that is added to the root instead of under it, 1e-3.
 SAME_OUTPUT = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
-# RMS of the vectors that a norm is tried on. Sizes differ, so that a divisor that grows is seen, also beside a large
+# RMS of the vectors that a norm is tried on. Sizes differ, so that a divisor that grows is seen, also with a large
 # eps (norm-free checkpoints have one of 1e12, beside which none grows).
 _SIZES = (1.0, 3.0, 100.0, 1e4)
 # The simpler ones first: with such an eps a LayerNorm is the constant that it looks like.
@@ -357,7 +362,7 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     rows = rows.to(device_of(model), dtype_of(model) if gain is None else gain.dtype)
     version, (scale, normalized, out, edited) = rows._version, _answers(module, rows)
     if rows._version != version:
-        raise NormError(f"{name} changes its input in place, which hooks read after it: ln_probe cannot measure it")
+        raise NormError(f"{name} changes its input in place, before hooks read it")
     is_same = partial(_is_same, SAME_OUTPUT[rows.dtype])
     fields |= {"eps_value": float(scale[-1, 0]) ** 2, "constant_value": float(scale[0, 0])}
     for kind in _KINDS:
@@ -370,19 +375,18 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     declared_eps = {label: getattr(module, label, None) or 0.0 for label in _EPS if norm.scales}
     close = (label for label, eps in declared_eps.items() if math.isclose(eps, norm.eps, rel_tol=1e-2))
     fields["eps_name"] = next(close, "")
-    if gain is not None:  # Gemma stores its gain as an offset from 1: the nearer one, for beside a gain of 80 both hold
+    if gain is not None:  # (Gemma stores its gain as an offset from 1; with a gain of 80, both are close)
         outputs = {more: affine(normalized, _plus(gain, more), bias) for more in (0.0, 1.0)}
         fields["gain_offset"] = min(outputs, key=lambda more: float((outputs[more] - out).abs().mean()))
         if not is_same(outputs[fields["gain_offset"]], out):
             raise UnknownNormError(f"{unknown}: its output is not gain·normalized + bias")
     if not is_same(edited, out):
-        raise UnknownNormError(f"{unknown}: TransformerLens computes another one where a hook edits it")
+        raise UnknownNormError(f"{unknown}: it computes something else where a hook edits it")
     return fields
 
 
 def _answers(module: nn.Module, rows: Float[Tensor, "row d"]) -> list[Float64[Tensor, "row _"]]:
-    """Return what a norm shows at `hook_scale` and `hook_normalized`, its output, and its output where a hook edits it,
-    which makes a bridge compute the norm itself."""
+    """Return what a norm shows at `hook_scale` and `hook_normalized`, its output, and that where a hook edits it."""
     answers: list[Tensor] = []
     points = [module.get_submodule(name) for name in ("hook_scale", "hook_normalized")]
     with hooks_on([(point, lambda *seen: answers.append(seen[-1])) for point in points]):

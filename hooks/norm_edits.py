@@ -91,7 +91,8 @@ class Positions:
             return torch.zeros((*x.shape[:-1], 1), dtype=torch.bool, device=x.device)
         batch, length = x.shape[:2] if x.ndim == 3 else self.shape
         start = 0 if self.padding is None else self.padding[:batch, None].to(x.device)
-        first = (torch.arange(self.offset, self.offset + length, device=x.device)[None] == start).expand(batch, -1)
+        positions = torch.arange(self.offset, self.offset + length, device=x.device)
+        first = (positions[None] == start).expand(batch, -1)
         if self.restarts is not None:
             first = first | self.restarts[:batch].to(x.device)
         if x.ndim == 4:
@@ -99,7 +100,8 @@ class Positions:
         elif x.ndim == 3:
             first = first[:, :, None]
         else:
-            first = first.flatten().repeat_interleave(max(1, x.shape[0] // max(1, first.numel())))[:, None]
+            heads = max(1, x.shape[0] // max(1, first.numel()))
+            first = first.flatten().repeat_interleave(heads)[:, None]
         return first.expand(*x.shape[:-1], 1)
 
     @contextmanager
@@ -123,9 +125,10 @@ class Positions:
         if is_block and not self.depth and _is_checkpointed():
             return  # (the positions are those of the pass that runs again)
         if not is_block:
-            kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+            names = inspect.signature(module.forward).parameters
+            kwargs = dict(zip(names, args, strict=False)) | kwargs
             self.depth += 1
-        # HookedTransformer.generate does not call the model, but its `forward`: then a pass begins at block 0.
+        # HookedTransformer.generate calls `forward` alone: then a pass begins at block 0.
         if self.depth == (not is_block):
             self.begin()
             self.is_running = kwargs.get("start_at_layer") is None
@@ -139,9 +142,10 @@ class Positions:
         ids = kwargs.get("position_ids")
         if isinstance(ids, Tensor) and ids.ndim == 2:
             self.restarts = F.pad(ids[:, 1:] <= ids[:, :-1], (1, 0))
-        mask, cache, entry = (kwargs.get(n) for n in ("attention_mask", "past_key_values", "past_kv_cache_entry"))
+        mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self.padding = (mask != 0).long().argmax(-1)
+        cache, entry = kwargs.get("past_key_values"), kwargs.get("past_kv_cache_entry")
         if not is_block and cache is not None:
             self.offset = int(cache.get_seq_length())
         elif entry is not None:
@@ -393,7 +397,8 @@ class HeadEdit(NormEdit):
             for letter in self.letters:
                 attn = attentions(model)[layer]
                 point, weights = child_of(attn, f"hook_{letter}"), live_weight(attn, f"W_{letter.upper()}")
-                if point is None or weights is None or weights.ndim < 3 or (shortformer and letter != "v"):
+                is_mixed = shortformer and letter != "v"  # (it adds positions to what queries and keys read)
+                if point is None or weights is None or weights.ndim < 3 or is_mixed:
                     raise InterventionError(f"block {layer} makes its {letter} of more than one norm's output")
                 hook = partial(self._replace, attn, letter, heads, head_count(model, layer))
                 self._add(point, hook, stack)
@@ -479,9 +484,11 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
             edit.calls = 0
 
     def end() -> None:
-        idle = next((edit for edit in edits if edit.calls < edit.least_calls and not edit.suspended), None)
-        if positions.depth == 1 and positions.is_whole and idle is not None:
-            raise idle.lost("a pass does not run this norm, or not through its hook points")
+        if positions.depth != 1 or not positions.is_whole:
+            return
+        for edit in edits:
+            if edit.calls < edit.least_calls and not edit.suspended:
+                raise edit.lost("a pass does not run this norm, or not through its hook points")
 
     with warnings.catch_warnings(), positions.watch(model, begin, end), ExitStack() as stack:
         warnings.filterwarnings("ignore", _BRIDGE_RECOMPUTES)

@@ -56,7 +56,7 @@ def find_norms(model: object) -> list[Norm]:
     Raises:
         TypeError: not a TransformerLens model.
         NormError: a norm with NaN parameters, or one that runs on different vectors in one pass.
-        UnknownNormError: a module that stands where a norm would and whose formula is none of the known ones.
+        UnknownNormError: attention reads something that is neither a norm of a known formula nor the stream.
 
     Example:
         >>> [norm.name for norm in ln_probe.hooks.find_norms(model)][:2]
@@ -152,13 +152,13 @@ def _survey(model: HookedModel) -> Structure:
             modules.setdefault(str(name).rsplit(".", 1)[0], module)
     norms: list[Norm] = []
     formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike
-    # (Leaving inference mode turns gradients on. A bridge warns that it computes the norm itself where hooks edit it.)
+    # (Leaving inference mode turns gradients on. A bridge warns of hooks at its norms.)
     with torch.inference_mode(False), evaluating(model), unedited(model), warnings.catch_warnings(action="ignore"):
         short = _ShortPass(model, modules)
         for name in dict.fromkeys([*short.outputs, *modules]):
             module = modules[name]
             if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
-                raise NormError(f"{name}: its weights hold NaN or infinite values; the checkpoint is damaged")
+                raise NormError(f"{name}: its weights hold NaN or infinite values")
             d = int(short.inputs[name].shape[-1]) if name in short.inputs else int(model.cfg.d_model)
             alike = d, _likeness(module)
             if alike not in formulas:
@@ -254,7 +254,8 @@ class _ShortPass:
         if same := [n for n, outputs in outside.items() if any(t.data_ptr() in places for t in outputs)]:
             return same
         flat = [t.flatten() for t in inputs]
-        return [n for n, outputs in outside.items() if any(torch.equal(t, outputs[0].flatten()) for t in flat)]
+        flat_outputs = {name: outputs[0].flatten() for name, outputs in outside.items()}
+        return [name for name, output in flat_outputs.items() if any(torch.equal(t, output) for t in flat)]
 
 
 def _add_leaf(leaves: list[Tensor], value: Tensor, hook: Any) -> Tensor:
@@ -268,7 +269,7 @@ def _lost_leaves(logits: Any, leaves: Mapping[str, Sequence[Tensor]]) -> dict[st
     unread = "what comes after it does not read its output, or ignores it (weights that are zero)"
     reached: set[int] = set()
     try:
-        # (Weights as grad_outputs make torch import sympy, which takes longer than all passes of a small model.)
+        # (Weights as grad_outputs make torch import sympy, which takes long.)
         weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
         gradients = torch.autograd.grad((logits * weights).sum(), every, allow_unused=True)
         reached = {id(x) for x, g in zip(every, gradients, strict=True) if g is not None and bool(g.any())}
