@@ -27,7 +27,7 @@ from ln_probe.hooks.norms import Structure
 from ln_probe.hooks.stream import stream
 from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
 
-_COMPARED = 2048  # entries of a parameter, evenly spaced
+_COMPARED = 2048  # entries of each parameter that show whether it was changed
 SCALES = FROZEN, UNIFORM, OPTIMAL = "frozen", "uniform", "optimal"
 
 
@@ -106,7 +106,7 @@ def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int
 
 
 def weights_sample(model: object) -> Float[Tensor, " entry"]:
-    """Return entries of all parameters, evenly spaced, which show edits through `.data`."""
+    """Return some entries of every parameter, evenly spaced: edits through `.data` change no version count."""
     parameters = (p for module in modules_of(model) for p in module._parameters.values() if p is not None)
     return torch.cat([p.detach().flatten()[:: 1 + p.numel() // _COMPARED] for p in parameters])
 
@@ -121,8 +121,8 @@ def bundled_constants(model: HookedModel) -> Mapping[str, Any]:
 def default_means(model: HookedModel, norms: Sequence[Norm], structure: Structure) -> Mapping[str, Constant]:
     """Return the mean sigmas of norms over the model's default prompts.
 
-    They are measured again where the modules, a parameter, the tokenizer or the model's prompts have changed. PyTorch
-    counts edits in place; those through `.data` are seen if they change one of the entries that are compared.
+    They are measured again where the modules, a parameter, the tokenizer or the model's prompts have changed. Of
+    edits through `.data`, which PyTorch does not count, those are seen that change an entry of `weights_sample`.
     """
     parameters = [p for module in structure.modules for p in module._parameters.values() if p is not None]
     origin = tokenizer_of(model), bundled_prompts(model), [(p.data_ptr(), p._version) for p in parameters]

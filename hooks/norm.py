@@ -7,7 +7,7 @@ no P, a norm that does not scale has a constant for sigma. The formula is writte
 
     intact           Px / sigma
     no_scaling       Px / c           c = a constant: two numbers, one for position 0
-    no_projection     x / sigma(Px)   1/√(1 - projected_share) times as long as intact
+    no_projection     x / sigma(Px)   longer than intact by what the mean adds
     both_removed      x / c
 
 before gain and bias: the variants of a norm. Everything that measures, draws or describes them iterates over
@@ -48,7 +48,7 @@ class Variant:
 
     @property
     def primary(self) -> bool:
-        """Whether its contrasts on the primary sites are fixed before the data. All others are exploratory."""
+        """Whether its effect on the loss is a primary contrast, planned before the data; others are exploratory."""
         return len(self.removes) == 1
 
     def effect(self, norm: Norm) -> frozenset[str]:
@@ -68,9 +68,9 @@ INTACT, SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED = _TABLE = (
         "Freezing scaling and removing projection",
     ),
 )
-# By name, in the order of tables and pictures; and names by what `without` calls them.
-VARIANTS = {variant.name: variant for variant in _TABLE}
-EDITS = list(_TABLE[1:])
+VARIANTS = {variant.name: variant for variant in _TABLE}  # in the order of tables and pictures
+EDITS = list(_TABLE[1:])  # all but intact
+# The name of a variant by what `without` calls it.
 VARIANT_WITHOUT = {"scaling": "no_scaling", "projection": "no_projection", "both": "both_removed"}
 
 

@@ -128,8 +128,9 @@ class Positions:
             names = inspect.signature(module.forward).parameters
             kwargs = dict(zip(names, args, strict=False)) | kwargs
             self.depth += 1
-        # HookedTransformer.generate calls `forward` alone: then a pass begins at block 0.
-        if self.depth == (not is_block):
+        # The outermost call of the model; or block 0, where HookedTransformer.generate has called `forward` alone.
+        begins = self.depth == 0 if is_block else self.depth == 1
+        if begins:
             self.begin()
             self.is_running = kwargs.get("start_at_layer") is None
             self.is_whole = not is_block and self.is_running and kwargs.get("stop_at_layer") is None
@@ -152,6 +153,7 @@ class Positions:
             self.offset = int(entry.past_keys.shape[1])
 
     def _leave(self, calls: int, *_: object) -> None:
+        """Note the end of one call of the model, or of none: of `forward` alone the unembedding is the end."""
         self.depth -= calls
         self.is_running = self.depth > 0
 
@@ -218,7 +220,7 @@ class Edit:
         stack.callback(remove)
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the norm's input, and put the hooks before or after those that users have added since."""
+        """Note the norm's input. Of hooks that users have added since, ours at `hook_in` are last, all others first."""
         if self.suspended:
             return
         self.x = tensors_in(args, kwargs)[0]
@@ -300,7 +302,10 @@ class NormEdit(Edit):
         return torch.where(self.positions.first(self.norm, self.x), pairs[..., :1], pairs[..., 1:])
 
     def _add_mean(self, normalized: Tensor, hook: Any) -> Tensor:
-        """Add the mean, divided by what Px was divided by (hooks of users may have changed it)."""
+        """Add the mean, divided by what Px was divided by.
+
+        Hooks of users may have changed the divisor: it is the least-squares factor between Px and the output.
+        """
         assert self.adds_mean is not None
         x = at_least_float32(self.x)
         projected = self.norm.project(x)
@@ -324,7 +329,10 @@ class NormEdit(Edit):
 
 
 def _by_row(values: Float[Tensor, "row n"], like: Tensor) -> Tensor:
-    """Return values of each row in a shape that broadcasts to a norm's input, whose first axis begins with rows."""
+    """Return values of each row in a shape that broadcasts to a norm's input.
+
+    Its first axis is the batch, or the batch and what is flattened into it.
+    """
     if len(values) > 1:
         values = values.repeat_interleave(like.shape[0] // len(values), dim=0)
     return values.view(len(values), *[1] * (like.ndim - 2), values.shape[-1])
@@ -413,7 +421,8 @@ class HeadEdit(NormEdit):
     def _replace(
         self, attn: nn.Module, letter: str, heads: Sequence[int] | None, queries: int, value: Tensor, hook: Any
     ) -> Tensor:
-        """Replace the columns of some heads of so many queries by those of the edited norm; None: of all."""
+        """Replace the columns of these heads (None: of all) by those of the edited norm; `queries`: how many heads
+        the queries have."""
         self.calls += 1
         W, b = (live_weight(attn, f"{kind}_{letter.upper()}") for kind in "Wb")
         assert W is not None
@@ -484,7 +493,8 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
             edit.calls = 0
 
     def end() -> None:
-        if positions.depth != 1 or not positions.is_whole:
+        is_outermost = positions.depth == 1  # (this runs before the depth falls)
+        if not is_outermost or not positions.is_whole:
             return
         for edit in edits:
             if edit.calls < edit.least_calls and not edit.suspended:

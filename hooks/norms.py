@@ -109,7 +109,7 @@ class Structure:
     lost: dict[str, str]  # norms of which a change does not reach the output, and why
     unhooked: list[str]  # paths of norms without hook points
     constants: Any = None  # mean sigmas of the default prompts, with what they depend on
-    wiring: Any = None  # of what the norms' inputs are sums, likewise
+    wiring: Any = None  # which components each norm's input is the sum of (`components`), likewise
 
     def lost_at(self, norms: Sequence[Norm]) -> dict[str, str]:
         """Return the reason for each of these norms at which an edit does not reach the output."""
@@ -152,7 +152,7 @@ def _survey(model: HookedModel) -> Structure:
             modules.setdefault(str(name).rsplit(".", 1)[0], module)
     norms: list[Norm] = []
     formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike
-    # (Leaving inference mode turns gradients on. A bridge warns of hooks at its norms.)
+    # The pass needs gradients, which inference mode would not have. A bridge warns of hooks at its norms.
     with torch.inference_mode(False), evaluating(model), unedited(model), warnings.catch_warnings(action="ignore"):
         short = _ShortPass(model, modules)
         for name in dict.fromkeys([*short.outputs, *modules]):

@@ -31,7 +31,7 @@ TABLES = ("hook_cos", "hook_sin")  # hook points that show rotary tables
 def visible_keys(
     queries: int, keys: int, *, causal: bool = True, window: int | None = None, device: torch.device | None = None
 ) -> Bool[Tensor, "query key"]:
-    """Return what each of the last `queries` of `keys` positions sees; it is kept, so it must not be changed.
+    """Return what each of the last `queries` of `keys` positions sees; the result is cached: do not change it.
 
     Args:
         causal: only keys at or before the query.
@@ -51,7 +51,7 @@ def configs_of(attn: nn.Module) -> list[Any]:
 
 
 def _declared_windows(attn: nn.Module) -> list[int]:
-    """Return the windows that a layer may have by its own word, the smallest first."""
+    """Return the windows that a layer's settings name, the smallest first."""
     owners = (attn, getattr(attn, "original_component", None))
     kinds = (getattr(owner, name, None) for owner in owners for name in ("attn_type", "attention_type", "layer_type"))
     sees_all = any(kind in _GLOBAL for kind in kinds if isinstance(kind, str))
@@ -90,18 +90,17 @@ class AttentionInput:
 
     @cached_property
     def causal(self) -> bool:
-        """Whether no query paid attention to a later key: the first one, which has nothing else to look at."""
+        """Whether the first query paid no attention to later keys, which are all but its own."""
         return not bool(self.pattern[:, 0, 1:].any())
 
     @cached_property
     def window(self) -> int | None:
-        """How many keys a query sees at most, its own included; None: every key before it, or all (as where the prompt
-        fits into the window)."""
+        """How many keys a query sees at most, its own included; None where no window limits it in this prompt."""
         windows = (w for w in _declared_windows(self.attn) if w < len(self.x))
         return next((w for w in windows if not bool(self.pattern.tril(-w).any())), None)
 
 
-# From the number of a prompt, a norm, its input and its output; and from the number of a prompt and a layer.
+# Callbacks: of a norm, with the number of the prompt, its input and output; of attention, with the prompt's number.
 OnNorm = Callable[[int, Norm, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None]
 OnAttention = Callable[[int, AttentionInput], None]
 
@@ -109,7 +108,7 @@ OnAttention = Callable[[int, AttentionInput], None]
 def _check_finite(norm: Norm, value: Float[Tensor, "rows d"], what: str, length: int) -> None:
     # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
     if not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
-        row = int((~torch.isfinite(value)).any(-1).nonzero()[0])  # of a position, heads stand together
+        row = int((~torch.isfinite(value)).any(-1).nonzero()[0])  # rows: position by position, each with its heads
         raise ActivationError(
             f"{norm.name}: its {what} holds NaN or infinite values (first at position {row * length // len(value)}); "
             "try dtype='float32', or check the checkpoint's weights"
@@ -121,7 +120,7 @@ def _by_prompt(norm: Norm, value: Tensor, batch: int, length: int) -> Float[Tens
     and some see all of it in one line."""
     if value.ndim == 4 and is_heads_first(norm, value, length):
         value = value.transpose(1, 2)
-    return value.reshape(batch, -1, norm.d)  # heads of a position stand together
+    return value.reshape(batch, -1, norm.d)  # position by position, each with its heads
 
 
 def rotary_tables(points: Mapping[str, Tensor], prompt: int, length: int) -> tuple[Tensor, Tensor] | None:
@@ -161,7 +160,7 @@ def streaming(
     attended = {} if on_attention is None else attentions(model)
     wanted = [layer for layer in attended if layers is None or layer in layers]
     norm_of = {layer: norm for norm in norms for layer in norm.attention_layers if layer in wanted}
-    # Of the layer that is running, the input and output of the norm that it reads; and what its points showed.
+    # By layer, while it runs: the input and output of the norm that it reads, and values of its hook points.
     running: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]] = {}
     norms_seen: set[str] = set()
 

@@ -220,9 +220,9 @@ def read_labels(path: Path) -> list[str]:
         FileError: it is not UTF-8, or a line holds no label.
     """
     labels = read_text(path).splitlines()
-    empty = next((number for number, label in enumerate(labels, start=1) if not label.strip()), 0 if labels else 1)
-    if empty:
-        raise FileError(f"{path}: line {empty} holds no label; write one label a line, a line for each prompt")
+    for number, label in enumerate(labels or [""], start=1):
+        if not label.strip():
+            raise FileError(f"{path}: line {number} holds no label; write one label a line, a line for each prompt")
     return labels
 
 
@@ -244,7 +244,8 @@ def free_memory() -> float:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     with suppress(OSError, ValueError):  # "max": no limit
-        limit, current = (int((container / f"memory.{name}").read_text()) for name in ("max", "current"))
+        limit = int((container / "memory.max").read_text())
+        current = int((container / "memory.current").read_text())
         free = min(free, limit - current)
     return free
 
@@ -361,7 +362,8 @@ class _Clock:
         """Set the progress line."""
         now, names = time.time(), [str(target) for target in running]
         ends = [self.shared[self.targets.index(name)] - now for name in names]
-        whole = [left + now - self.started.setdefault(name, now) for name, left in zip(names, ends, strict=True)]
+        elapsed = [now - self.started.setdefault(name, now) for name in names]
+        whole = [sum(times) for times in zip(ends, elapsed, strict=True)]
         first = len(self.targets) - waiting - len(running) + 1
         last = f" to {first + len(running) - 1}" * (len(running) > 1)
         is_known = bool(names) and not any(map(math.isnan, ends))

@@ -112,13 +112,15 @@ def step_of(report: Report) -> int | None:
     model = report.provenance.get("model", {})
     if isinstance(model.get("step"), int):
         return int(model["step"])
-    steps = (step_named(str(name)) for name in (model.get("revision") or "", _checkpoint_folder(report.name)))
-    return next((step for step in steps if step is not None), None)
+    step = step_named(str(model.get("revision") or ""))
+    return step_named(_checkpoint_folder(report.name)) if step is None else step
 
 
 def run_of(report: Report) -> str:
     """Return the name that the checkpoints of a run share: the model's, or the folder above `checkpoint-500`."""
-    return str(PurePath(report.name).parent) if step_named(_checkpoint_folder(report.name)) is not None else report.name
+    if step_named(_checkpoint_folder(report.name)) is None:
+        return report.name
+    return str(PurePath(report.name).parent)
 
 
 def _checkpoint_folder(name: str) -> str:
@@ -132,7 +134,9 @@ def labels(reports: Sequence[Report]) -> tuple[str, ...]:
     names: list[str] = []
     for report in reports:
         step = step_of(report)
-        name = report.name if plain.count(report.name) == 1 or step is None else f"{report.name} step {step}"
+        name = report.name
+        if plain.count(name) > 1 and step is not None:
+            name = f"{name} step {step}"
         equal = sum(other == name or other.startswith(f"{name} (") for other in names)
         names.append(f"{name} ({equal + 1})" if equal else name)
     return tuple(names)
@@ -166,9 +170,11 @@ def _infer(rows: pd.DataFrame, change: pd.Series, report: Report) -> statistics.
     """Return the inference on summed changes of prompts over their groups, resampled within strata."""
     prompts = rows["prompt"].to_numpy(int)
     groups = prompts if report.constants is None else report.constants.groups[prompts]
-    sums, weights = (statistics.by_group(values.to_numpy(float), groups) for values in (change, rows["n"]))
-    of_groups = np.unique(groups, return_index=True)[1]
-    return statistics.infer_mean(sums, weights, np.unique(rows["stratum"], return_inverse=True)[1][of_groups])
+    sums = statistics.by_group(change.to_numpy(float), groups)
+    weights = statistics.by_group(rows["n"].to_numpy(float), groups)
+    _, strata = np.unique(rows["stratum"], return_inverse=True)
+    _, of_groups = np.unique(groups, return_index=True)
+    return statistics.infer_mean(sums, weights, strata[of_groups])
 
 
 def _intact(report: Report) -> pd.DataFrame:

@@ -72,12 +72,16 @@ class FreezingCost:
         rows = [("", "loss rise", "95 % CI", "Holm's p")]
         row: Any  # of values of any type
         for row in self.table.sort_values("variant", ascending=False, kind="stable").itertuples():
-            label, p = f"{VARIANTS[row.variant].label}, {_SITES[row.sites]}", _p(row.p)
+            label = f"{VARIANTS[row.variant].label}, {_SITES[row.sites]}"
+            p = _p(row.p)
             size, ends = with_interval(row.delta_loss, row.delta_loss_low, row.delta_loss_high)
-            rows.append((label, "not finite", "", "") if math.isnan(row.delta_loss) else (label, size, ends, p))
+            if math.isnan(row.delta_loss):
+                size, ends, p = "not finite", "", ""
+            rows.append((label, size, ends, p))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for cells in rows:
-            yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+            padded = map(str.ljust, cells, widths)
+            yield "  ".join(padded).rstrip()
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -151,10 +155,20 @@ def freezing_cost(
     check_flags(progress=progress)
     objective, probe = Objective.of(loss), Causal(primary_only=True)
     hooked, on_hooks = hooked_model(model, tokenizer, hooks)
-    options: dict[str, Any] = {"calibration": calibration, "groups": groups, "prepend_bos": prepend_bos}
-    options |= {"max_tokens": whole_number(max_tokens, "max_tokens", 2), "seed": seed_of(seed)}
+    max_tokens, seed = whole_number(max_tokens, "max_tokens", 2), seed_of(seed)
     with ProgressLine(quiet=not progress), unchanged(hooked), one_blas_thread():
-        start = measure_norms(hooked, prompts, probes=[probe], loss=objective, max_prompts=max_prompts, **options)
+        start = measure_norms(
+            hooked,
+            prompts,
+            probes=[probe],
+            loss=objective,
+            calibration=calibration,
+            groups=groups,
+            prepend_bos=prepend_bos,
+            max_prompts=max_prompts,
+            max_tokens=max_tokens,
+            seed=seed,
+        )
         results = second_pass(start, [probe])[probe.name]
     if isinstance(results, Failure):
         raise ProbeError(str(results))
@@ -215,7 +229,14 @@ def norm_constants(
     """
     check_flags(progress=progress)
     hooked, _ = hooked_model(model, tokenizer, hooks)
-    options: dict[str, Any] = {"max_tokens": whole_number(max_tokens, "max_tokens", 2), "seed": seed_of(seed)}
     with ProgressLine(quiet=not progress), unchanged(hooked):
-        start = measure_norms(hooked, prompts, probes=[], calibration=calibration, groups=groups, **options)
+        start = measure_norms(
+            hooked,
+            prompts,
+            probes=[],
+            calibration=calibration,
+            groups=groups,
+            max_tokens=whole_number(max_tokens, "max_tokens", 2),
+            seed=seed_of(seed),
+        )
     return start.run.constants

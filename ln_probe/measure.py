@@ -118,7 +118,11 @@ def analyze(
         token_names = read_token_names(tokenizer)
     hooked, on_hooks = hooked_model(model, tokenizer if token_names is None else None, hooks)
     cfg: Any = hooked.cfg
-    shape = {"d_model": int(cfg.d_model), "layers": n_layers(hooked), "heads": int(getattr(cfg, "n_heads", 0))}
+    shape = {
+        "d_model": int(cfg.d_model),
+        "layers": n_layers(hooked),
+        "heads": int(getattr(cfg, "n_heads", 0)),
+    }
     chosen_probes, objective = chosen(probes), Objective.of(loss)
     if any(probe.needs.attention for probe in chosen_probes):
         start_compilation()  # the first pass goes on beside it
@@ -147,7 +151,12 @@ def analyze(
             token_names=token_names,
             prepend_bos=prepend_bos,
             max_prompts=max_prompts,
-            **{name: arguments[name] for name in ("layers", "heads", "max_tokens", "seed", "batch_size", "optimal")},
+            layers=arguments["layers"],
+            heads=arguments["heads"],
+            max_tokens=arguments["max_tokens"],
+            seed=arguments["seed"],
+            batch_size=arguments["batch_size"],
+            optimal=arguments["optimal"],
         )
         run = start.run
         recorder = None
@@ -200,7 +209,8 @@ def assemble(
     A probe that failed, or whose tables do not match their declarations, is named in the report's failures and notes,
     and its tables are empty; the others' results stand.
     """
-    tables = {table.name: table for table in (*TABLES, *(table for probe in probes for table in probe.tables))}
+    tables = {table.name: table for table in TABLES}
+    tables |= {table.name: table for probe in probes for table in probe.tables}
     filled: dict[str, list[pd.DataFrame]] = {}
     failures: list[Failure] = []
     complete: dict[str, ProbeResults] = {}

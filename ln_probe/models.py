@@ -79,7 +79,8 @@ def load_model(
     if not isinstance(name, str | os.PathLike):
         raise TypeError(f"name must be a model's name or path, got {received(name)}")
     check_flags(allow_pickle=allow_pickle)
-    torch_dtype, torch_device = dtype_named(DTYPES[0] if dtype is None else dtype), device_named(device)
+    torch_dtype = dtype_named(DTYPES[0] if dtype is None else dtype)
+    torch_device = device_named(device)
     if world not in (None, "hooked", "bridge", "lab"):
         raise ValueError(f"world must be 'hooked', 'bridge', 'lab' or None, got {world!r}.")
     given, in_name = split_revision(str(name))
@@ -146,7 +147,8 @@ def held_out_windows() -> BundledPrompts:
     from ln_probe.hooks.task import BundledPrompts
 
     content = json.loads((_data_folder() / "windows.json").read_text(encoding="utf-8"))
-    measured, calibration = (tuple(torch.tensor(row) for row in content[part]) for part in ("measured", "calibration"))
+    measured = tuple(map(torch.tensor, content["measured"]))
+    calibration = tuple(map(torch.tensor, content["calibration"]))
     return BundledPrompts(measured, calibration, content["source"], tuple(content["books"]))
 
 

@@ -226,14 +226,15 @@ def second_pass(
             except Exception as error:  # the probes' tables stand
                 recorder.failure = f"attention is not shown: {type(error).__name__}: {error}"
 
-    streamed = [w for w in every if w.probe.needs.norms or (w.probe.needs.attention and maps is not None)]
+    needs_attention = [w for w in every if w.probe.needs.attention and maps is not None]
+    streamed = [w for w in every if w.probe.needs.norms or w in needs_attention]
     counts = {w.probe.name: sum(map(w.takes, range(len(run.prompts)))) for w in every}
     wall_time, processor_time = time.monotonic(), time.process_time()
     work = TimeLeft(counts | {_STREAM: max((counts[w.probe.name] for w in streamed), default=1)})
     for numbers, tokens in batches("second pass", run.prompts, start.sizes, lambda n: [w.takes(n) for w in every]):
         watching = [w for w in every if w.takes(numbers.start)]
         norms = [w for w in watching if w.probe.needs.norms]
-        attention = [w for w in watching if w.probe.needs.attention and maps is not None]
+        attention = [w for w in watching if w in needs_attention]
         recorded = recorder is not None and any(map(recorder.takes, numbers))
         started, before = time.thread_time(), {w.probe.name: w.seconds for w in watching}
         if norms or attention or recorded:
@@ -297,9 +298,9 @@ def measure_norms(
     norms = [norm for norm in inputs if not norm.is_identity]
     measured = list(range(n_layers(model))) if layers is None else sorted(set(layers))
     # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
-    sites = [
-        norm for norm in norms if layers is None or norm.layer in measured or set(norm.attention_layers) & set(measured)
-    ]
+    sites = norms
+    if layers is not None:
+        sites = [norm for norm in norms if {norm.layer, *norm.attention_layers} & set(measured)]
     statistics: list[NormStatistics] = []
     if any(probe.name == "decomposition" for probe in probes):  # (which imports numba: the freezing cost does not)
         from ln_probe.analyses.probes.decomposition import NormStatistics
@@ -329,10 +330,14 @@ def measure_norms(
         seed,
         ready.strata if groups is None else tuple(map(str, groups)),
     )
-    notes = [*ready.notes, *_notes(inputs, looking, of_random_head), *(() if maps is None else maps.notes())]
+    notes = [*ready.notes, *_notes(inputs, looking, of_random_head)]
+    if maps is not None:
+        notes += maps.notes()
     if unhooked := structure_of(model).unhooked:
         notes.append(f"norms without hook points are neither measured nor edited: {some(unhooked)}")
-    notes += [*([CENTRED] if mean_share <= _CENTRED_SHARE else []), *on_overlap, *on_constants, *constants.notes()]
+    if mean_share <= _CENTRED_SHARE:
+        notes.append(CENTRED)
+    notes += [*on_overlap, *on_constants, *constants.notes()]
     about = {
         "prompts": dict(ready.summary),
         "constants": {name: c.plain for name, c in constants.pooled.items()},
@@ -395,7 +400,9 @@ def _fitted(
     """Return loss-optimal constants of the primary contrasts' groups of norms, fitted on each half of the prompts."""
     fitted: dict[str, Halves] = {}
     halves = halves_of(constants.groups.tolist())
-    first, second = ([r for r, half in zip(prompts.tokens, halves, strict=True) if half == i] for i in (0, 1))
+    numbered = list(zip(prompts.tokens, halves, strict=True))
+    first = [row for row, half in numbered if half == 0]
+    second = [row for row, half in numbered if half == 1]
     for group in PRIMARY_SITES:
         frozen = [n for n in members(norms, group) if n.scales and n.name in constants.sites]
         if frozen and second and not loss.obstacle(model):

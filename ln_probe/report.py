@@ -99,7 +99,9 @@ class Report:
     def __str__(self) -> str:
         """Return what `print` shows: model, prompts and findings."""
         prompts = self.provenance.get("prompts", {})
-        about = f" on {counted(prompts['count'], 'prompt')} ({prompts.get('source', '')})" if "count" in prompts else ""
+        about = ""
+        if "count" in prompts:
+            about = f" on {counted(prompts['count'], 'prompt')} ({prompts.get('source', '')})"
         bullets = [textwrap.fill(f"- {text}", WIDTH, subsequent_indent="  ") for text in self.findings()]
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # consoles that lack a character show its number
         text = disarmed("\n".join([f"{self.name}{about}", *bullets]))

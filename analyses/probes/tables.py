@@ -47,15 +47,12 @@ HEADS = Table(
         "variant": _VARIANT,
         "unselectable": ("share", "share of keys in the convex hull of their prompt's others: no query selects them"),
         "unreachable": ("share", "share of keys that no query of this head selects, unselectable ones included"),
+        "entropy_ratio": ("ratio", "attention entropy over log(visible keys), mean over queries: 1 is uniform"),
         "margin_median": ("nats", "median over keys of the margin: of margin_lower and margin_upper in the table keys"),
         "attainable_median": ("share", "median over keys of `attainable` in the table keys"),
         "pattern_max_median": (
             "share",
             "median over keys of `pattern_max` in the table keys",
-        ),
-        "entropy_ratio": (
-            "ratio",
-            "attention entropy over log(visible keys), mean over queries: 1 is uniform",
         ),
         "uniform_angle_deg": ("degrees", "mean angle of gain·(W_K q) to the all-ones direction: 0 attends uniformly"),
         "n": ("count", "keys, over all prompts"),

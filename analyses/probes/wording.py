@@ -45,14 +45,17 @@ HEADS = (
     "largest estimates: {which}."
 )
 NO_HEAD = "With scaling frozen for one head at a time, no head significantly raises the loss ({tests}); most: {which}."
-KEYS = "{share} of keys can be selected by no query ({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
-SINKS = (
-    "Position 0 is a sink (over {least} of attention) of {heads}; mean: {received} ({uniform} if uniform{frozen}), "
-    "most: {most}."
+KEYS = (
+    "{share} of keys are unselectable: no query scores them highest "
+    "({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
 )
-OUTLIERS = "Tokens over {ratio:g} times as long as the median token: {which}."
+SINKS = (
+    "Sinks at position 0 (over {least} in most prompts): {heads}; "
+    "mean attention: {received} ({uniform} if uniform{frozen}), most: {most}."
+)
+OUTLIERS = "Vectors over {ratio:g} times as long as the median token's: {which}."
 UNIFORM = (
-    "The median head has {entropy} of the entropy of uniform attention ({frozen}{prompts}), from {least} to {most}."
+    "The median head has {entropy} of the entropy of uniform attention ({frozen}{prompts}); heads: {least} to {most}."
 )
 NOT_MEASURED = "Not measured: {what}."
 NO_NORM = "it has no normalization"

@@ -101,6 +101,7 @@ function clicked(event) {
   event.preventDefault();
   choose(name);
   if (link) at("head").scrollIntoView();
+  else at("intact").scrollIntoView({ block: "nearest" });
 }
 
 async function load() {
