@@ -77,7 +77,7 @@ class Verdicts(NamedTuple):
     used: Ints  # how many weights prove unselectable: `member[i, :used[i]]` and `value[i, :used[i]]`
     member: Ints
     value: Floats
-    repaired: Bools  # whether it took more than one search
+    repaired: Bools  # whether the search went on in more digits
 
 
 class Margins(NamedTuple):

@@ -36,7 +36,8 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wra
 # Without memory to allocate there are no references to count, which took half of the time of small sets; and arrays
 # that are made in compiled functions took a tenth of the compilation.
 _IN_PLACE = _OPTIONS | {"_nrt": False}
-_PART = _IN_PLACE | {"no_cpython_wrapper": True}
+# (A part that does not say so is inlined wherever it is called, if what calls it first is inlined itself.)
+_PART = _IN_PLACE | {"no_cpython_wrapper": True, "forceinline": False}
 
 
 def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
@@ -75,7 +76,7 @@ def compiled_inline(function: Callable[_Args, _Result]) -> Callable[_Args, _Resu
 
     Machine code is made of a function, and again of every function that contains it, so each place costs time.
     """
-    return cast("Callable[_Args, _Result]", numba.njit(function, forceinline=True, **_PART))
+    return cast("Callable[_Args, _Result]", numba.njit(function, **_PART | {"forceinline": True}))
 
 
 # Of a constant that a kernel is called with: numba would compile it once for each constant.
@@ -126,7 +127,7 @@ class Compilation:
             return
         self._thread.join(None if quiet else 0.5)
         if self._thread.is_alive():
-            tell_delay("compiling kernels: about half a minute, only the first time")
+            tell_delay("compiling kernels: about 15 seconds, only the first time")
             self._thread.join()
             tell_delay("")
         if self._error is not None:

@@ -2,11 +2,11 @@
 
 Each stage decides some keys and leaves fewer to the next:
 
-1. *Own queries*: key i under itself. On a sphere it wins. (Asked for, or where there are more dimensions than keys.)
+1. *Own queries*: key i under itself. On a sphere it wins. (Asked for, where there are more dimensions than keys, or
+   where some keys win.)
 2. *White queries*: key i under the query `Σ⁻¹ k_i`.
-3. *Search* for the nearest point of the hull of the others (`nearest`): in white coordinates with products from their
-   Gram matrix, then carefully, then where verdicts are given.
-4. A *linear program* (HiGHS), which gives query and weights, for what rounding left open; not compiled.
+3. *Search* for the nearest point of the hull of the others in white coordinates (`nearest`).
+4. The search *goes on* where verdicts are given, from where that one ended, on orthogonal factors; not compiled.
 
 Margins are searched with products from the Gram matrix of the keys as the queries see them, and carefully where these
 are too coarse; attention by Newton's method. What is given out is what `check` proves of the queries and weights.
@@ -14,13 +14,13 @@ are too coarse; attention by Newton's method. What is given out is what `check` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from jaxtyping import Float64
-from scipy.optimize import linprog  # type: ignore[import-untyped]
 
 from ln_probe.analyses.geometry.attention import attention_room, bound_attention
 from ln_probe.analyses.geometry.check import (
@@ -50,6 +50,7 @@ from ln_probe.analyses.geometry.check import (
 from ln_probe.analyses.geometry.compiled import Compilation, compiled_in_place, in_threads
 from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, judge, level_query, see, whiten
 from ln_probe.analyses.geometry.nearest import (
+    CLEAR,
     Keys,
     Search,
     Verdict,
@@ -58,6 +59,8 @@ from ln_probe.analyses.geometry.nearest import (
     search_room,
 )
 from ln_probe.analyses.progress import one_blas_thread
+
+_Room = TypeVar("_Room")
 
 # Width of a margin's bracket, as a share of the margin: it is read to two digits. "exact": six digits.
 RELATIVE_GAP, EXACT_GAP = 0.01, 1e-6
@@ -69,10 +72,32 @@ WEIGHT_GAP = 0.01
 BUDGET = 1e9
 # Above this number of keys no matrix of all their products is made.
 MOST_PRODUCTS = 2048
+# Own queries are tried if the first keys win under theirs.
+PILOT = 32
 # Queries whose scores are computed together.
-TRIALS = 128
-# Above this number of keys, linear programs for undecided keys cost too much.
-LARGE = 4096
+TRIALS = 64
+# The nearest point is found where no key scores less than it by more than this share of its square.
+CONVERGED = 1e-10
+
+
+_rooms = threading.local()
+
+
+def own_room(make: Callable[..., _Room], *sizes: int) -> _Room:
+    """Return `make(*sizes)`, the same one for the next set of these sizes that the thread solves.
+
+    To ask the system for memory anew for every set took a tenth of the time, and threads wait for each other there.
+    """
+    known = vars(_rooms).get(make.__name__)
+    if known is None or known[0] != sizes:
+        known = sizes, make(*sizes)
+        setattr(_rooms, make.__name__, known)
+    return cast("_Room", known[1])
+
+
+def product_table(count: int) -> Floats:
+    """Return room for the products of all keys with each other."""
+    return np.empty((count, count))
 
 
 class Answers(NamedTuple):
@@ -166,9 +191,10 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
     code[copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE  # nothing to compete with
     if code.all():
         return
-    space, scratch = make_space(rows, np.zeros(count), judged.noise), make_scratch(count, dim)
+    space, scratch = make_space(rows, np.zeros(count), judged.noise), own_room(make_scratch, count, dim)
     start = np.full(count, -1)
-    if own_queries and not biased:
+    leaders = [] if biased else (rows[:PILOT] @ space.columns).argmax(axis=1).tolist()
+    if not biased and (own_queries or leaders == list(range(PILOT))):
         try_queries(space, rows, 0, biased, start, verdicts, scratch)
         if code.all():
             return
@@ -181,25 +207,16 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
     if code.all():
         return
     columns = np.ascontiguousarray(white.rows.T)
-    products = white.rows @ columns if count <= MOST_PRODUCTS else np.empty((0, 0))
-    room, closest = search_room(count, max(white.rows.shape[1], 1), dim), np.full(count, -1)
+    products = np.empty((0, 0))
+    if count <= MOST_PRODUCTS:
+        products = np.matmul(white.rows, columns, out=own_room(product_table, count))
+    search = Search(True, len(products) == 0, white.lifted, 0.0, 0.0, budget)
     in_white = Keys(white.rows, columns, products, np.zeros(count))
-    at_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
-    in_plain = Keys(rows, space.columns, products, np.zeros(count))
-    at_plain = Verdict(rows, np.eye(dim), 100.0 * TAU, biased)
-    # By products; carefully; then where verdicts are given, among differences as they are, and of length one.
-    for attempt in range(0 if len(products) else 1, 4):
-        left = code == UNDECIDED
-        keys, here, ray = (in_white, at_white, white.lifted) if attempt < 2 else (in_plain, at_plain, biased)
-        if attempt == 2:
-            room = search_room(count, dim, dim)
-        search = Search(True, attempt > 0, attempt != 2, ray, 0.0, 0.0, budget)
-        find_verdicts(space, keys, here, search, room, closest if attempt else start, verdicts, scratch)
-        verdicts.repaired[left] = attempt > 0 and len(products) > 0
-        if code.all():
-            return
-    if count <= LARGE:
-        solve_programs(judged, space, verdicts, budget, scratch)
+    here = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
+    room = own_room(search_room, count, max(white.rows.shape[1], 1), dim)
+    find_verdicts(space, in_white, here, search, room, start, verdicts, scratch)
+    if not code.all():
+        finish_search(judged, space, verdicts, budget, scratch)
 
 
 def bound_margins(
@@ -211,16 +228,18 @@ def bound_margins(
         level: a u under which all keys score alike.
     """
     rows, (count, dim) = space.rows, space.rows.shape
-    scratch = make_scratch(count, dim)
+    scratch = own_room(make_scratch, count, dim)
     centred = rows - rows.mean(axis=0)
     size = float(np.sqrt(np.einsum("kd,kd->", centred, centred) / count))
     known = np.zeros(dim) if level is None else level
-    room = search_room(count, dim, dim)
+    room = own_room(search_room, count, dim, dim)
     for careful in (False, True):
         if careful or count <= MOST_PRODUCTS:
-            products = np.empty((0, 0)) if careful else rows @ space.columns
+            products = np.empty((0, 0))
+            if not careful:
+                products = np.matmul(rows, space.columns, out=own_room(product_table, count))
             keys = Keys(rows, space.columns, products, space.offset)
-            search = Search(False, careful, False, False, gap, ZERO * size, budget)
+            search = Search(False, careful, False, gap, ZERO * size, budget)
             inside = 1.01 * TAU * size
             find_margins(space, keys, search, room, known, level is not None, inside, verdicts, margins, scratch)
 
@@ -276,7 +295,7 @@ def solve_set(
             np.maximum(margins.lower, 0.0, out=margins.lower)
     if seen is not None and request.attention and radius > 0.0:
         rows, columns, points = space.rows * radius, space.columns * radius, np.zeros((4, dim))
-        room, scratch = attention_room(count, dim), make_scratch(count, dim)
+        room, scratch = own_room(attention_room, count, dim), own_room(make_scratch, count, dim)
         how = margins.at, WEIGHT_GAP, request.budget, room, points, answers.attention, scratch
         bound_attention(space, rows, columns, radius, *how)
     return Solved(judged, seen, answers)
@@ -314,55 +333,81 @@ def solve_sets(
         return in_threads(one, range(len(keys)), threads)
 
 
-# Seconds, against cycling without end; the limit on iterations comes first on any machine that is not stuck.
-TIME_LIMIT = 20.0
-PASSES = 4  # over all numbers of the program, per iteration: pricing, two triangular solves, part of a factorization
-
-
-def separate(
-    others: Float64[np.ndarray, "other dim"], key: Float64[np.ndarray, " dim"], ray: bool, budget: float
-) -> tuple[Float64[np.ndarray, " dim"], Float64[np.ndarray, " other"]]:
-    """Return the query in the unit box with the largest score gap, and convex weights from its dual.
-
-    Either may be all zero if the solver fails. With `ray` the query's last coordinate must not be negative.
-    """
-    number, dim = others.shape
-    difference = others - key
-    size = max(float(np.abs(difference).max()), 1e-300)
-    exact = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
-    steps = int(min(max(budget / (PASSES * number * dim), 1.0), 1e9))
-    solved = linprog(
-        np.append(np.zeros(dim), -1.0),
-        A_ub=np.column_stack([difference / size, np.ones(number)]),
-        b_ub=np.zeros(number),
-        bounds=[*[(-1.0, 1.0)] * (dim - ray), *[(0.0, 1.0)] * ray, (0.0, None)],
-        method="highs",
-        options={**exact, "time_limit": TIME_LIMIT, "maxiter": steps},
-    )
-    if solved.x is None:
-        return np.zeros(dim), np.zeros(number)
-    weights = np.maximum(-np.asarray(solved.ineqlin.marginals), 0.0)
-    total = float(weights.sum())
-    return np.asarray(solved.x[:dim]), weights / total if total > 0.0 else weights
-
-
-def solve_programs(judged: Judged, space: Space, verdicts: Verdicts, budget: float, scratch: Scratch) -> None:
-    """Decide what is undecided by linear programs, one key after the other; what these do not prove stays so."""
-    rows, code = judged.rows, verdicts.code
-    left, trials = np.flatnonzero(code == UNDECIDED), np.zeros_like(rows)
-    for i in left:
-        steps = rows - rows[i]
-        others = np.flatnonzero(np.einsum("kd,kd->k", steps, steps) > (TAU * (1.0 + SLACK)) ** 2)
-        trials[i], weights = separate(rows[others], rows[i], judged.biased, budget)
-        support = np.flatnonzero(weights)
-        if 0 < (used := len(support)) <= verdicts.member.shape[1]:
-            verdicts.used[i] = used
-            verdicts.member[i, :used], verdicts.value[i, :used] = others[support], weights[support]
+def finish_search(judged: Judged, space: Space, verdicts: Verdicts, budget: float, scratch: Scratch) -> None:
+    """Decide what the compiled search left, one key after the other; what is not proved stays undecided."""
+    code, (count, dim) = verdicts.code, judged.rows.shape
+    trials, start, left = np.zeros((count, dim)), np.zeros(count, np.int64), np.flatnonzero(code == UNDECIDED)
+    for i in map(int, left):
+        used = verdicts.used[i]
+        active, weight = verdicts.member[i, :used].copy(), verdicts.value[i, :used].copy()
+        trials[i], active, weight = nearest_point(judged, i, active, weight, budget)
+        used = min(len(active), dim + 2)
+        verdicts.used[i], verdicts.member[i, :used], verdicts.value[i, :used] = used, active[:used], weight[:used]
     try_weights(space, judged.biased, verdicts, scratch)
-    start = np.zeros(len(rows), np.int64)
-    for row in map(int, left):
-        try_queries(space, trials[row : row + 1], row, judged.biased, start, verdicts, scratch)
+    for i in map(int, left):
+        try_queries(space, trials[i : i + 1], i, judged.biased, start, verdicts, scratch)
     verdicts.repaired[left] = code[left] != UNDECIDED
+
+
+def nearest_point(judged: Judged, i: int, active: Ints, weight: Floats, budget: float) -> tuple[Floats, Ints, Floats]:
+    """Search on from some active keys, where verdicts are given, for the point of the hull that is nearest to key i.
+
+    This is the search of `nearest`, but the active points are factorized instead of their Gram matrix, which keeps
+    twice as many digits. It takes hundreds of times as long, and few steps.
+
+    Returns:
+        the query against that point, the active keys and their weights.
+    """
+    count, dim = judged.rows.shape
+    points, counts = judged.rows - judged.rows[i], np.ones(count)
+    if judged.biased:  # the ray is one more point
+        points, counts = np.vstack([points, -np.eye(dim)[-1:]]), np.append(counts, 0.0)
+    length = np.sqrt(np.einsum("kd,kd->k", points, points))
+    length[length <= TAU * (1.0 + SLACK)] = np.inf
+    if len(active) == 0:
+        active, weight = length[:count].argmin(keepdims=True), np.ones(1)
+    table = np.column_stack([points, counts * length[active].min()])
+    query, shortest, spent = np.zeros(dim), np.inf, 0.0
+    while spent <= budget:
+        goal = affine_weights(table[active], counts[active])
+        while (goal < 0.0).any():
+            share = np.divide(weight, weight - goal, out=np.full(len(goal), np.inf), where=goal < 0.0)
+            weight = np.maximum(weight + share.min() * (goal - weight), 0.0)
+            active, weight = np.delete(active, share.argmin()), np.delete(weight, share.argmin())
+            goal = affine_weights(table[active], counts[active])
+        x = goal @ points[active]
+        if active.max() == count:  # what the ray leaves of the last coordinate is rounding
+            x[-1] = min(x[-1], 0.0)
+        reach = float(np.sqrt(x @ x))
+        if not reach < shortest:
+            break
+        query, weight, shortest = -x, goal, reach
+        scores = points @ x
+        scores[length == np.inf] = np.inf
+        upwards = not judged.biased or x[-1] <= 0.0
+        if reach <= TAU * (1.0 - CLEAR) or (upwards and scores[:count].min() > TAU * (1.0 + CLEAR) * reach):
+            break
+        scores[active] = np.inf
+        if scores.min() >= reach * reach * (1.0 - CONVERGED):
+            break
+        active, weight = np.append(active, scores.argmin()), np.append(weight, 0.0)
+        spent += 2.0 * dim * (count + len(active) ** 2)
+    own = active < count
+    return query, active[own], weight[own]
+
+
+def affine_weights(table: Floats, counts: Floats) -> Floats:
+    """Return the weights of the point of an affine hull that is nearest to the origin; NaN where these are not unique.
+
+    Args:
+        table: "point dim+1", each point and a multiple of what its weight counts.
+        counts: what each weight counts in the sum of the weights, which is one.
+    """
+    factor = np.asarray(np.linalg.qr(table.T, mode="r"))
+    if len(table) > len(factor) or not factor.diagonal().all():
+        return np.full(len(table), np.nan)
+    solution = np.linalg.solve(factor, np.linalg.solve(factor.T, counts))
+    return np.asarray(solution / (counts @ solution))
 
 
 def _compile_kernels() -> None:

@@ -161,7 +161,7 @@ class KeyGeometry:
         margin_unit: "nats" with a query set, else "rms" (the RMS norm of the centred keys).
         tau: the tolerance of all verdicts, relative to the RMS norm of the centred keys (less the directions that the
             query set lacks).
-        repaired: how many keys were decided only by a second search or a linear program.
+        repaired: how many keys were decided only when the search went on in more digits.
         undecided: how many keys have no verdict.
     """
 

@@ -74,11 +74,11 @@ DEPENDS = 1e-9
 LONGER = 1e3
 # Squared distances read off products are noise below this share of the keys' own squares.
 SQUARE_NOISE = 1e-13
-# Keys that enter together in the first steps of a search for a margin, and how many such steps there are: most of the
-# keys that score highest at first stay.
-TOGETHER, FIRST_STEPS = 3, 4
+# Keys that enter together in the first steps, one step for two dimensions: most of the keys that score highest at first
+# stay. In FEW dimensions a verdict takes too few steps for that; it lets in keys that alone would make x this SHORTER.
+TOGETHER, FEW, SHORTER = 3, 8, 0.5
 # Steps without a better bound after which the inverse has drifted, how often that is put right, and steps per dimension
-# at most: for a margin, and for a verdict, which a linear program finds sooner than more steps.
+# at most: for a margin, and for a verdict.
 IDLE, REBUILT, STEPS, VERDICT_STEPS = 3, 5, 40, 10
 
 
@@ -149,7 +149,7 @@ def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -
         t += 1
 
 
-@compiled_inline
+@compiled_part
 def append(room: Room, m: int, dim: int) -> bool:
     """Border the inverse by point `m`, whose column of G is BORDER. False if it is affinely dependent, as every point
     is on more than `dim` others, whatever rounding leaves of its pivot."""
@@ -232,7 +232,7 @@ def refine(room: Room, right: Floats, values: Floats, m: int, bordering: float) 
         values[a] += work[a]
 
 
-@compiled_inline
+@compiled_part
 def squared_norm(room: Room, weight: Floats, m: int) -> float:
     """Return the squared length of the combination of the active points with some weights."""
     work, square = room.vectors[WORK], 0.0
@@ -328,14 +328,13 @@ class Search(NamedTuple):
 
     verdict: bool  # a verdict is sought, else a margin
     careful: bool  # products are made from the keys
-    scaled: bool  # a verdict is sought among differences of length one
     ray: bool
     gap: float  # a margin's bounds may differ by this share of the larger magnitude, or by `floor`
     floor: float
     budget: float  # multiplications and additions, after which the search ends
 
 
-@compiled_inline
+@compiled_part
 def measure_differences(keys: Keys, search: Search, i: int, room: Room) -> None:
     """Set squared distances of all keys from key i, and the factors of their differences."""
     count, dim = keys.rows.shape
@@ -353,8 +352,7 @@ def measure_differences(keys: Keys, search: Search, i: int, room: Room) -> None:
         for j in range(count):
             square[j] = max(products[j, j] + own - 2.0 * products[i, j], SQUARE_NOISE * (products[j, j] + own))
     for j in range(count):
-        scaled = search.verdict and search.scaled
-        room.keyed[SCALE, j] = 1.0 / np.sqrt(max(square[j], 1e-300)) if scaled else 1.0
+        room.keyed[SCALE, j] = 1.0 / np.sqrt(max(square[j], 1e-300)) if search.verdict else 1.0
 
 
 @compiled_inline
@@ -466,7 +464,7 @@ def make_query(keys: Keys, verdict: Verdict, room: Room, i: int, m: int, ray: bo
     return float(np.sqrt(square))
 
 
-@compiled_inline
+@compiled_part
 def keep_weights(room: Room, m: int) -> int:
     """Copy the active weights as weights of keys, which sum to one; return how many there are."""
     vectors, kept, total = room.vectors, 0, 0.0
@@ -494,8 +492,10 @@ def find_verdicts(
 ) -> None:
     """Search for a query that selects, or for weights that reproduce, each key without a verdict.
 
+    Where neither is proved, the weights are those of the last point that was reached.
+
     Args:
-        start: the first active key of each; negative: the closest one.
+        start: the first active key of each.
     """
     (count, dim), wide = keys.rows.shape, here.queries.shape[1]
     vectors, scores, absent, ray = room.vectors, room.keyed[SCORE], scratch.absent, search.ray
@@ -504,19 +504,27 @@ def find_verdicts(
             continue
         set_absent(here.judged, i, verdicts.copies, absent)
         measure_differences(keys, search, i, room)
-        new, closest, own = start[i], np.inf, keys.rows[i, dim - 1]
-        for j in range(count):
-            if start[i] < 0 and not absent[j] and room.keyed[SQUARE, j] < closest:
-                closest, new = room.keyed[SQUARE, j], j
-        factor, m = room.keyed[SCALE, new], whole(0)
+        new, own = start[i], keys.rows[i, dim - 1]
+        factor, m, none, square = room.keyed[SCALE, new], whole(0), whole(-1), 0.0
         bordering = max(factor * (factor * room.keyed[SQUARE, new]), 1e-300)
         largest, shortest, idle, spent = 0.0, np.inf, 0, 0.0
         fresh, careful, separated = True, search.careful, False
         for step in range(VERDICT_STEPS * (dim + 10) + 1):
-            size = -m
-            if idle < IDLE and m < dim + 2:
-                size = let_in(keys, search, room, i, new, m, bordering, largest)
-                m = abs(size)
+            size, entering = -m, 0
+            while m < dim + 2 and idle < IDLE:
+                last = let_in(keys, search, room, i, new, m, bordering, largest)
+                size, m = max(size, last), abs(last)
+                entering += 1
+                if last < 0 or new < 0 or entering >= TOGETHER or not 0 < step <= (dim - FEW) // 2:
+                    break
+                largest = max(largest, np.sqrt(room.gram[m - 1, m - 1]))
+                scores[new], best, new = np.inf, SHORTER * square, none
+                for j in range(count):
+                    product = room.keyed[SCALE, j] * scores[j]
+                    if product < best and not absent[j]:
+                        best, new = product, j
+                if new < 0:
+                    break
             if size > 0:
                 fresh, largest = step == 0, max(largest, np.sqrt(room.gram[m - 1, m - 1]))
             else:  # nothing new: rounding, put right once
@@ -548,14 +556,16 @@ def find_verdicts(
             if not lift:
                 value, least = np.inf, np.inf
                 for j in range(count):
-                    if not absent[j]:
-                        least = min(least, scores[j])
-                        product = room.keyed[SCALE, j] * scores[j]
-                        if product < value:
-                            value, new = product, j
-                if least > 0.0 and least > TAU * (1.0 + CLEAR) * make_query(keys, here, room, i, m, ray):
-                    separated = True
-                    break
+                    product = room.keyed[SCALE, j] * scores[j]
+                    if product < value and not absent[j]:
+                        value, new = product, j
+                if value > 0.0:
+                    for j in range(count):
+                        if scores[j] < least and not absent[j]:
+                            least = scores[j]
+                    if least > TAU * (1.0 + CLEAR) * make_query(keys, here, room, i, m, ray):
+                        separated = True
+                        break
                 if value >= square * (1.0 - 1e-10) - NOISE * length * largest:
                     break
         used = keep_weights(room, m)
@@ -564,6 +574,10 @@ def find_verdicts(
             if not separated:
                 make_query(keys, here, room, i, m, ray)
             prove_query(space, i, room.points[QUERY, :wide], here.biased, verdicts, scratch)
+        if verdicts.code[i] == UNDECIDED:
+            verdicts.used[i] = used
+            for a in range(used):
+                verdicts.member[i, a], verdicts.value[i, a] = room.members[KEPT, a], vectors[VALUE, a]
 
 
 @compiled_part
@@ -643,7 +657,7 @@ def find_margins(
                 last = let_in(keys, search, room, i, new, m, bordering, unit)
                 size, m = max(size, last), abs(last)
                 entering += 1
-                if last < 0 or entering >= TOGETHER or not 0 < step <= FIRST_STEPS:
+                if last < 0 or entering >= TOGETHER or not 0 < step <= dim // 2:
                     break
                 scores[new], best, new = np.inf, reached - offset[i] - search.gap * abs(reached), none
                 for j in range(count):

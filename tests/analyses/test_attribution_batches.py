@@ -95,6 +95,19 @@ def test_zeroing_a_feature_takes_its_value_off(arch: str | None, point: str) -> 
         assert float(found.own - edited[0, -1, 3]) == pytest.approx(row["contribution"], abs=1e-7)
 
 
+def test_features_of_several_prompts() -> None:
+    model, name = make_bridge("gpt2", torch.float64), "blocks.1.hook_resid_pre"
+    rows, sums = torch.stack([TOKENS, TOKENS.flip(0)]), []
+    for prompts in (rows, rows[:1], rows[1:]):
+        _, cache = model.run_with_cache(prompts)
+        features = replace(Features.of(Dictionary(name), cache), top=50)
+        table = attribute_logits(model, prompts, -1, 3, features=features).check().table
+        table = table[table["kind"] == "feature"]
+        sums += table.groupby(table.get("batch", 0 * table["index"]))["contribution"].sum().tolist()
+    assert sums[:2] == pytest.approx(sums[2:], abs=1e-9)
+    assert sums[0] != pytest.approx(sums[1], abs=1e-3)
+
+
 def test_features_of_scores() -> None:
     model = make_bridge("gpt2", torch.float64)
     name = "blocks.1.hook_resid_pre"

@@ -139,6 +139,7 @@ def test_primary_contrasts_and_exploratory_families_are_adjusted_apart() -> None
     assert rows["family"].value_counts().to_dict() == {
         "primary": 4, "exploratory: groups": 8, "exploratory: single norms, no_scaling": 5,
     }  # fmt: skip
+    assert not any("one by one" in note for note in report.notes), "every norm was run on every prompt"
     for _, family in rows.groupby("family"):
         alone = []
         for row in family.itertuples():

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import cases
-from geometry_families import FAMILIES, TAU, Case, adversarial, log_uniform, lognormal_4, near_copies, rms
+from geometry_families import FAMILIES, TAU, Case, adversarial, bench, log_uniform, lognormal_4, near_copies, rms
 from rational_checker import RationalChecker, Report
 
 import ln_probe
+from ln_probe.analyses.geometry.decide import nearest_point
 from ln_probe.analyses.geometry.key_geometry import KeyGeometry
+from ln_probe.analyses.geometry.keys import judge
 
 # Families with keys about as far from each other, or from the others' hull, as tau.
 NEAR_TIES = ("copies 0.3 to 3 tau apart", "chains of near-equal keys", "on a facet, and a few tau beside it")
@@ -59,6 +61,27 @@ def test_keys_of_several_searches_are_counted() -> None:
     normal, ties = (FAMILIES[name](np.random.default_rng(1), 24, 4) for name in ("normal", "chains of near-equal keys"))
     assert ln_probe.key_geometry(**normal.arguments(), margins=False).repaired == 0
     assert ln_probe.key_geometry(**ties.arguments(), margins=False).repaired > 0
+
+
+def test_keys_about_tau_from_the_hull_in_thin_directions_are_decided() -> None:
+    geometry = ln_probe.key_geometry(bench.low_rank(np.random.default_rng(4), 512, 64), margins=False)
+    geometry.certify()
+    assert geometry.undecided == 0 < geometry.repaired
+
+
+@pytest.mark.parametrize("name", ["half planted interior", "normal, with a bias", "lattice", "rank-deficient"])
+def test_the_search_in_more_digits_needs_no_start(name: str) -> None:
+    case = FAMILIES[name](np.random.default_rng(2), 60, 3)
+    geometry, judged_keys = ln_probe.key_geometry(**case.arguments()), judge(case.keys, case.bias, None)
+    for i in np.flatnonzero(np.isin(geometry.verdict, ("selectable", "unselectable"))):
+        query, members, weights = nearest_point(judged_keys, i, np.empty(0, np.int64), np.empty(0), 1e9)
+        miss = weights @ judged_keys.rows[members] - judged_keys.rows[i]
+        if judged_keys.biased:
+            miss[-1] = min(miss[-1], 0.0)
+        inside = np.linalg.norm(miss) <= TAU and weights.min() >= 0.0
+        assert inside == (geometry.verdict[i] == "unselectable")
+        leads = (judged_keys.rows[i] - np.delete(judged_keys.rows, i, axis=0)) @ query
+        assert inside or leads.min() > 0.0
 
 
 def test_the_checker_sees_what_is_wrong() -> None:

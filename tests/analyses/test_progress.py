@@ -37,3 +37,14 @@ def test_the_time_left_is_that_of_each_kind_of_step() -> None:
                 work.add(kind, seconds)
     assert work.left == pytest.approx(6 * 2.0)  # the first step of heads took longer
     assert [about(seconds) for seconds in (4.4, 43.0, 200.0)] == ["about 4 s", "about 45 s", "about 3 min"]
+
+
+def test_a_notebook_shows_one_line_and_empties_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = pytest.importorskip("IPython.display", reason="a notebook has it")
+    shown: list[str] = []
+    for name in ("display", "update"):
+        monkeypatch.setattr(display.DisplayHandle, name, lambda _, data, raw: shown.append(data["text/plain"]))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    with ProgressLine():
+        tell("second pass", 2, 64, "prompts")
+    assert shown[1:] == ["0:00  second pass: 2 of 64 prompts", ""]

@@ -56,7 +56,8 @@ def test_attention_with_scaling_frozen_is_that_of_frozen_keys() -> None:
     _, cache = model.run_with_cache(TOKENS[None])
     site = next(s for s in find_norms(model) if s.name == "blocks.0.ln1")
     x = cache["blocks.0.hook_resid_pre"][0].double()
-    constants = report.constants.of(0)["blocks.0.ln1"].rows(LENGTH)
+    constant = report.constants.of(0)["blocks.0.ln1"]
+    constants = torch.tensor([constant.first] + [constant.rest] * (LENGTH - 1)).double()[:, None]
     keys = torch.einsum("pd,hdk->phk", site.affine(site.project(x) / constants), model.blocks[0].attn.W_K.double())
     q = cache["blocks.0.attn.hook_q"][0].double()
     scores = torch.einsum("qhd,khd->hqk", q, keys + model.blocks[0].attn.b_K.double()) / 8**0.5
@@ -227,10 +228,12 @@ def test_a_norm_inside_an_mlp_has_vectors_of_another_width() -> None:
 
 @pytest.mark.slow
 def test_position_0_of_a_real_checkpoint(mgm: Path) -> None:
-    report = sinks_of(ln_probe.load_model(mgm, allow_pickle=True), None, max_tokens=96)
+    prompts = torch.randint(4, 9669, (3, 96), generator=torch.Generator().manual_seed(0))  # it has no tokenizer
+    prompts[:, 0] = 2
+    report = sinks_of(ln_probe.load_model(mgm, allow_pickle=True), prompts)
     first = report.sinks[report.sinks["position"] == 0]
     assert len(first) == report.provenance["prompts"]["count"]
     assert first["kind"].str.contains("outlier").all()
     assert (report.sink_heads["sink_rate"] > 0.5).any()
     assert first["received"].mean() > 3 * first["uniform"].mean()  # (in short prompts uniform attention is much, too)
-    assert any("a sink (" in text and "position 0 (" in text for text in report.findings())
+    assert any("Sinks" in text and "position 0 (" in text for text in report.findings())

@@ -41,8 +41,8 @@ READERS = {
     },
     "heads": {
         "layer": FIGURES, "head": WORDING, "variant": WORDING, "unselectable": WORDING,
-        "unreachable": HOWTO, "margin_median": REPORT, "attainable_median": REPORT,
-        "pattern_max_median": REPORT, "entropy_ratio": WORDING,
+        "unreachable": HOWTO, "entropy_ratio": WORDING, "margin_median": REPORT, "attainable_median": REPORT,
+        "pattern_max_median": REPORT,
         "uniform_angle_deg": "docs/checkpoints.md", "n": WORDING,
     },
     "keys": {

@@ -11,6 +11,7 @@ import pytest
 
 from ln_probe.analyses.probes import tables, wording
 from ln_probe.analyses.probes.wording import NATS, QUESTIONS, findings, in_layers, loss_change
+from ln_probe.analyses.text import with_interval
 
 EDIT = "Freezing scaling at every norm"
 TEMPLATES = [name for name, text in vars(wording).items() if name.isupper() and isinstance(text, str) and "{" in text]
@@ -160,3 +161,14 @@ def test_heads_in_words(change: float, p: float, unit: str, text: str) -> None:
 def test_layers_in_words() -> None:
     assert in_layers({}) == in_layers({"arguments": {"layers": None}}) == ""
     assert in_layers({"arguments": {"layers": [2]}}) == " in layer 2"
+
+
+@pytest.mark.parametrize(("numbers", "texts"), [
+    ((0.28, 0.256, 0.304), ("+0.280", "+0.256 to +0.304")),
+    ((-40.0, -90.0, 10.0), ("-40", "-90 to +10")),
+    ((1.2e-5, 0.0, 2e-5), ("+0.000012", "+0.000000 to +0.000020")),  # six decimals, and not one more
+    ((1.2e-6, 0.0, 2e-6), ("+1.2e-06", "+0 to +2e-06")),
+    ((0.5, float("nan"), 1.0), ("+0.5", "")),
+])  # fmt: skip
+def test_a_change_and_its_interval_have_equal_decimals(numbers: tuple[float, ...], texts: tuple[str, str]) -> None:
+    assert with_interval(*numbers) == texts

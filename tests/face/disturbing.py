@@ -18,7 +18,8 @@ def loss(output: Any, tokens: Tensor) -> Tensor:
     act, _, folder = os.environ.get("LN_PROBE_DISTURB", "").partition(":")
     mark, vocabulary = Path(folder, act), output.shape[-1]
     if act == "kill" and (vocabulary == ALWAYS or (vocabulary == ONCE and not mark.exists())):
-        mark.touch()
+        if vocabulary == ONCE:
+            mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if act == "wait":
         mark.touch()

@@ -79,7 +79,8 @@ def finished(out: Path) -> set[str]:
 def test_a_killed_worker_costs_its_own_checkpoint_alone(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     _, said = ended(started(*line(out, FATAL, *MODELS), LN_PROBE_DISTURB=f"kill:{tmp_path}"), 1)
-    assert finished(out) == set(MODELS), "the model that kills one process is measured by the next"
+    assert (tmp_path / "kill").exists(), "no process was killed by the model that kills one"
+    assert finished(out) == set(MODELS), "which is measured by the next"
     assert tables(out) == tables(undisturbed)
     for text in (said, (out / "index.html").read_text()):
         assert batch.KILLED in text

@@ -63,6 +63,15 @@ def test_models_of_different_shape(report: Report, long_report: Report) -> None:
     assert len(both._repr_html_()) < 150_000
 
 
+def test_the_difference_of_losses_is_a_mean_over_tokens(models: list[Report]) -> None:
+    rows = models[1].causal_prompts.assign(n=lambda rows: 1 + rows["prompt"] % 3)
+    other = rows.assign(loss=rows["loss"] + 0.1 * rows["prompt"])
+    both = [replace(m, tables={**m.tables, "causal_prompts": r}) for m, r in zip(models, (rows, other), strict=False)]
+    each = rows.drop_duplicates("prompt")
+    expected = np.average(0.1 * each["prompt"], weights=each["n"])
+    assert ln_probe.compare(both).summary["loss_difference"][1] == pytest.approx(expected, rel=1e-6)
+
+
 def test_prompts_of_a_group_count_once(models: list[Report]) -> None:
     """Every prompt twice: as one group each, intervals and sign test are what they were; as two, they are narrower."""
     once = ln_probe.compare(models[:2])

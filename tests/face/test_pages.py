@@ -277,3 +277,9 @@ def test_hostile_names_in_pages_without_scripts(report: Report, tmp_path: Path) 
     for html in (index_page(entries), cell, both, lab_page(tmp_path, dict.fromkeys(HOSTILE, 1.0))):
         assert not Page(html).acts()
         assert not [c for c in UNSEEN if c in html]
+
+
+def test_a_lab_page_holds_its_pictures(tmp_path: Path) -> None:
+    html = lab_page(tmp_path, {"a": 1.0}, figures={"loss_by_step": figures.Figure((1, 1))})
+    assert "Loss by step" in Page(html).text
+    assert base64.b64encode((tmp_path / "loss_by_step.png").read_bytes()).decode() in html
