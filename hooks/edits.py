@@ -52,7 +52,7 @@ from ln_probe.hooks.model import (
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm, is_heads_first
 from ln_probe.hooks.norm_edits import Edit, HeadEdit, InterventionError, LinearEdit, LostEditError, NormEdit, installed
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
-from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded
+from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded_rows
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
@@ -130,8 +130,8 @@ def without(
 
     Warns:
         NoOpWarning: the edit changes nothing at a norm that does not have the term (projection, an RMSNorm).
-        UserWarning: dropout is on; a fit did not converge; gradient checkpointing is on, with which `backward()` must
-            be called inside the block.
+        UserWarning: "all" leaves out norms without hook points; dropout is on; a fit did not converge; gradient
+            checkpointing is on, with which `backward()` must be called inside the block.
 
     Example:
         >>> with ln_probe.hooks.without(model, "scaling", sites="attention") as edit:
@@ -192,6 +192,8 @@ def _choice(
     every = list(structure.norms)
     readers = _readers(hooked, every, sites, only, heads)
     norms = choose(every, sites if readers is None else list(readers))
+    if sites == "all":
+        _warn_of_unhooked(structure)
     if readers is None and (lost := structure.lost_at([n for n in norms if VARIANTS[variant].effect(n)])):
         raise LostEditError(next(iter(lost.values())))
     return _Choice(hooked, structure, variant, every, norms, PARTS.get(only or "", "qkv"), readers)
@@ -255,9 +257,7 @@ def _constants(
     frozen = [norm for norm in choice.norms if "scaling" in VARIANTS[choice.variant].effect(norm)]
     if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is none of the norms {some(names)}")
-    rows, notes = ([], ()) if tokens is None else unpadded(model, check_tokens(model, tokens))
-    for note in notes:
-        warnings.warn(f"tokens: {note}", stacklevel=4)
+    rows = [] if tokens is None else unpadded_rows(model, tokens)
     if rows and max(map(len, rows)) < 2:
         raise ValueError("tokens hold no position besides 0: give at least two positions")
     if not (isinstance(scale, str) and scale in SCALES):
@@ -273,6 +273,11 @@ def _constants(
         if scale == OPTIMAL:
             return fit(model, choice.norms, rows or default_tokens(model), start=means, variant=choice.variant)
     return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
+
+
+def _warn_of_unhooked(structure: Structure) -> None:
+    if structure.unhooked:
+        warnings.warn(f"norms without hook points are not edited: {some(structure.unhooked)}", stacklevel=5)
 
 
 def _readers(
@@ -404,6 +409,7 @@ def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, Mapping[str, Te
         if not isinstance(value, Tensor) or not bool(((value > 0) & torch.isfinite(value)).all()):
             raise InterventionError(f"sigma of {name} must be a tensor of positive numbers, one per token")
     linear = [norm for norm in every if norm.scales or norm.name in given]
+    _warn_of_unhooked(structure)
     if lost := structure.lost_at(linear):
         raise LostEditError(next(iter(lost.values())))
     return _Choice(hooked, structure, "", every, linear), given

@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import (
+    SAME_LOGITS,
     HookedModel,
     at_least_float32,
     attentions,
@@ -32,6 +33,7 @@ from ln_probe.hooks.model import (
     is_hugging_face,
     live_weight,
     register_edit,
+    relative_difference,
     tensors_in,
     z_point,
 )
@@ -71,11 +73,12 @@ class Positions:
         self.offset = 0  # tokens that came in earlier passes
         self.shape: tuple[int, ...] = ()  # batch and positions of the pass
         self.padding: Tensor | None = None  # in front of each row of the batch
+        self.restarts: Tensor | None = None  # where position_ids begin again in a row of several texts
 
     def begin(self, shape: tuple[int, ...] = ()) -> None:
         """Note that a pass begins, at position 0 if nothing else is said."""
         self.is_running, self.is_whole = True, False
-        self.shape, self.offset, self.padding = shape, 0, None
+        self.shape, self.offset, self.padding, self.restarts = shape, 0, None, None
 
     def first(self, norm: Norm, x: Float[Tensor, "*batch d"]) -> Bool[Tensor, "*batch 1"]:
         """Return which vectors of a norm's input belong to position 0.
@@ -90,6 +93,8 @@ class Positions:
         start = 0 if self.padding is None else self.padding[:batch, None].to(x.device)
         positions = torch.arange(self.offset, self.offset + length, device=x.device)
         first = (positions[None] == start).expand(batch, -1)
+        if self.restarts is not None:
+            first = first | self.restarts[:batch].to(x.device)
         if x.ndim == 4:
             first = first[:, None, :, None] if is_heads_first(norm, x, length) else first[:, :, None, None]
         elif x.ndim == 3:
@@ -135,6 +140,9 @@ class Positions:
         inputs = (*args[:1], *(kwargs.get(name) for name in _INPUTS))
         if (x := next((v for v in inputs if isinstance(v, Tensor) and v.ndim >= 2), None)) is not None:
             self.shape = tuple(x.shape[:2])
+        ids = kwargs.get("position_ids")
+        if isinstance(ids, Tensor) and ids.ndim == 2:
+            self.restarts = F.pad(ids[:, 1:] <= ids[:, :-1], (1, 0))
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self.padding = (mask != 0).long().argmax(-1)
@@ -384,7 +392,7 @@ class HeadEdit(NormEdit):
         super().__init__(edit.norm, edit.variants, edit.constants, edit.label)
         self.letters, self.heads = letters, heads
         self.least_calls = len(self.letters) * len(self.heads)
-        self.edited = torch.zeros(0)  # the output of the edited norm
+        self.intact = self.edited = torch.zeros(0)  # the norm's output, and that of the edited norm
 
     def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         return iter(())
@@ -407,7 +415,8 @@ class HeadEdit(NormEdit):
         if not self.suspended:
             linear = edit_on(self.norm.module, LinearEdit)
             sigma = None if linear is None else linear.sigma(self.x)
-            self.edited = self.output(self.x, sigma).to(hook[-1].dtype)
+            self.intact = hook[-1].detach()
+            self.edited = self.output(self.x, sigma).to(self.intact.dtype)
 
     def _replace(
         self, attn: nn.Module, letter: str, heads: Sequence[int] | None, queries: int, value: Tensor, hook: Any
@@ -426,7 +435,10 @@ class HeadEdit(NormEdit):
         if b is not None:
             biases = b.view(-1, W.shape[-1])
             bias = biases[:: max(1, len(biases) // own)].flatten()
-        columns = F.linear(self.edited.to(W.dtype), weight, bias).view(out.shape).to(out.dtype)
+        intact, columns = (F.linear(y.to(W.dtype), weight, bias).view_as(out) for y in (self.intact, self.edited))
+        if not relative_difference(intact.detach(), out.detach()) <= SAME_LOGITS[out.dtype]:
+            raise self.lost(f"{hook.name} shows more than W_{letter.upper()} of its output: edit the whole norm")
+        columns = columns.to(out.dtype)
         if heads is not None:
             is_chosen = torch.zeros(own, dtype=torch.bool, device=out.device)
             is_chosen[[head * own // queries for head in heads]] = True

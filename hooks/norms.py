@@ -107,6 +107,7 @@ class Structure:
     norms: list[Norm]
     identities: list[Norm]  # of blocks whose attention reads the stream
     lost: dict[str, str]  # norms of which a change does not reach the output, and why
+    unhooked: list[str]  # paths of norms without hook points
     constants: Any = None  # mean sigmas of the default prompts, with what they depend on
     wiring: Any = None  # which components each norm's input is the sum of (`components`), likewise
 
@@ -171,7 +172,8 @@ def _survey(model: HookedModel) -> Structure:
         tensors = {name: value for name, value in vars(attn).items() if isinstance(value, Tensor) and value.grad_fn}
         vars(attn).update({name: value.detach() for name, value in tensors.items()})
     below = modules_of(model)[1:]  # (a bridge puts modules on itself in its first pass)
-    return Structure(below, _settings(model, below), norms, list(_identities(model, short, norms)), short.lost)
+    identities, unhooked = list(_identities(model, short, norms)), unhooked_norms(model, norms)
+    return Structure(below, _settings(model, below), norms, identities, short.lost, unhooked)
 
 
 def _layer_of(name: str, before: Sequence[Norm], model: HookedModel) -> int:
@@ -225,7 +227,7 @@ class _ShortPass:
                 stack.callback(point.remove_hooks)
             try:
                 logits = model(tokens, return_type="logits")
-            except AttributeError as error:  # (of a bridge's norm without weights)
+            except (AttributeError, TypeError) as error:  # (of a bridge's norm without weights)
                 raise UnknownNormError(f"this model does not run with hooks at its norms: {error}") from error
         self.lost = _lost_leaves(logits, leaves)
         self.readers: dict[str, list[Reader]] = {name: [] for name in norms}

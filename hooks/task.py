@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -138,6 +139,14 @@ def unpadded(model: HookedModel, rows: list[Int[Tensor, " _"]]) -> tuple[list[In
     padded = sum(len(row) > len(rest) for row, rest in zip(rows, cut, strict=True))
     note = f"padding (token {pad}) was left out of {padded} of {len(rows)} prompts"
     return cut, (f"{note}; pass the attention_mask too if some of it is text",) * bool(padded)
+
+
+def unpadded_rows(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
+    """Return `check_tokens` without padding, and warn if there was some."""
+    rows, notes = unpadded(model, check_tokens(model, tokens))
+    for note in notes:
+        warnings.warn(f"tokens: {note}", stacklevel=4)
+    return rows
 
 
 # ---------------------------------------------------------------------------------------- default prompts

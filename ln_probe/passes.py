@@ -31,7 +31,7 @@ from ln_probe.hooks.edits import members
 from ln_probe.hooks.model import HookedModel, device_of, evaluating, in_missing_head, n_layers, plain_path
 from ln_probe.hooks.model import run as run_model
 from ln_probe.hooks.norm import Norm
-from ln_probe.hooks.norms import attention_inputs, layers_in_words, unhooked_norms
+from ln_probe.hooks.norms import attention_inputs, layers_in_words, structure_of
 from ln_probe.hooks.stream import AttentionInput, streaming
 from ln_probe.hooks.task import CALIBRATION as CALIBRATION_PART
 from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
@@ -333,7 +333,7 @@ def measure_norms(
     notes = [*ready.notes, *_notes(inputs, looking, of_random_head)]
     if maps is not None:
         notes += maps.notes()
-    if unhooked := unhooked_norms(model, [norm for norm in every if not norm.is_identity]):
+    if unhooked := structure_of(model).unhooked:
         notes.append(f"norms without hook points are neither measured nor edited: {some(unhooked)}")
     if mean_share <= _CENTRED_SHARE:
         notes.append(CENTRED)

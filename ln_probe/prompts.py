@@ -102,6 +102,7 @@ def make_prompts(
     columns = getattr(prompts, "column_names", None) or ()
     if {"input_ids", "attention_mask"}.issubset(columns) and _TEXT_FIELD not in columns:
         prompts = {name: list(prompts[name]) for name in ("input_ids", "attention_mask")}
+    _check_unpacked(prompts, columns)
     if isinstance(prompts, Mapping) and "input_ids" in prompts and prompts.get("attention_mask") is None:
         prompts = prompts["input_ids"]
     entries, source = _entries(model, prompts)
@@ -202,6 +203,9 @@ def _of_json(line: str, where: str) -> str | list[int]:
     ids: list[int] | None = next((entry[name] for name in _ID_FIELDS if isinstance(entry.get(name), list)), None)
     if ids is None:
         raise ValueError(f'{where}: needs a "text" (a string) or "tokens" (a list of ids)')
+    _check_unpacked(entry, ())
+    if isinstance(mask := entry.get("attention_mask"), list):
+        ids = _unmasked({"input_ids": ids, "attention_mask": mask})[0][0].tolist()
     return ids
 
 
@@ -237,6 +241,15 @@ def _array(values: Any) -> np.ndarray:
         values = values.detach().cpu()
         values = values.float() if values.dtype == torch.bfloat16 else values
     return np.asarray(values)
+
+
+def _check_unpacked(prompts: Any, columns: Sequence[str]) -> None:
+    """Raise ValueError for rows that hold several texts, as their position_ids or seq_lengths say."""
+    names = prompts if isinstance(prompts, Mapping) else columns
+    ids = prompts["position_ids"] if "position_ids" in names and "attention_mask" not in names else ()
+    lengths = prompts["seq_lengths"] if "seq_lengths" in names else ()
+    if any(bool((row.diff() <= 0).any()) for row in _rows(ids)) or any(_length(row) > 1 for row in lengths):
+        raise ValueError("a row holds several texts (position_ids begin again, or seq_lengths): give a row for each")
 
 
 def _row(values: Any, number: int) -> Int[Tensor, " _"]:

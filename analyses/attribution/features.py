@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import Part, Record, dot
-from ln_probe.hooks.model import HookedModel, child_of, n_layers, with_float64
+from ln_probe.hooks.model import HookedModel, child_of, evaluating, n_layers, with_float64
 
 TOP_FEATURES = 20  # named one by one; the rest is one row
 CLOSES = 1e-4  # what rounding in float32 leaves over of a sum over thousands of features, relative to its largest
@@ -88,9 +89,11 @@ class Features:
             raise AttributionError(f"{type(sae).__name__} does not say its hook point: give hook_name=")
         if reads not in cache:
             raise AttributionError(f"the cache lacks {reads!r}, which {type(sae).__name__} encodes: cache it")
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(sae) if isinstance(sae, nn.Module) else nullcontext():
             x = cache[reads]
             active, directions = sae.encode(x).detach(), sae.W_dec.detach()
+            if not torch.equal(active, sae.encode(x)):
+                raise AttributionError(f"{type(sae).__name__} encodes the same input in two ways: turn its noise off")
             decoded, bias = sae.decode(active), sae.decode(torch.zeros_like(active))
             by_token, by_feature = _factors(sae, active, directions, decoded - bias, bias)
             skip = _skip(sae, x, decoded)
@@ -226,7 +229,8 @@ def _factors(
 def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
     """Return what a dictionary writes besides what it decodes (a skip connection); None for nothing."""
     weights: Tensor | None = getattr(sae, "W_skip", None)
-    if not callable(sae) or getattr(sae, "use_error_term", False):  # (an error term makes the output the input)
+    has_output = callable(sae) and getattr(type(sae), "forward", None) is not nn.Module.forward
+    if not has_output or getattr(sae, "use_error_term", False):  # (an error term makes the output the input)
         return None if weights is None else (x @ weights.T).detach()
     if not isinstance(output := sae(x), Tensor) or output.shape != decoded.shape:
         return None

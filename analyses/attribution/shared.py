@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ln_probe.hooks.components import CachedPrompts, Part, Record, Wiring, record
 from ln_probe.hooks.model import HookedModel, outputs, whole_number
-from ln_probe.hooks.task import check_tokens, encode, tokenizer_of
+from ln_probe.hooks.task import encode, tokenizer_of, unpadded_rows
 
 MEAN = "mean"
 TOP = 12  # rows of `top`: what fits a notebook cell
@@ -173,7 +173,7 @@ def _token_rows(model: HookedModel, given: Any) -> list[Int[Tensor, " _"]]:
             rows = [encode(model, text) for text in rows]
         elif isinstance(rows, list | tuple) and rows and not hasattr(rows[0], "__len__"):
             rows = [rows]
-        return check_tokens(model, rows)
+        return unpadded_rows(model, rows)
     except (TypeError, ValueError) as error:
         raise AttributionError(str(error)) from error
 

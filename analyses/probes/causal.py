@@ -170,8 +170,7 @@ class _Watching(Observer):
         if not weight:
             return
         self.weights[prompt] = weight
-        singles = self.singles if self.is_exact else []
-        rows = [row for row in self.rows if row.is_group] + singles
+        rows = [row for row in self.rows if row.is_group] + (self.singles if self.is_exact else [])
         with evaluating(self.model), self.plain.replaced() if self.plain else nullcontext():
             self._run(prompt, tokens, rows)
             if prompt in self.with_gradients and self.run.constants.given is None:
@@ -185,7 +184,7 @@ class _Watching(Observer):
     def _run(self, prompt: int, tokens: Int[Tensor, " _"], rows: Sequence[Contrast]) -> None:
         """Run the intact model and contrasts on a prompt, and keep the losses."""
         passes = EditedPasses(self.model, self.run.loss, tokens)
-        self.intact[prompt] = float(passes.loss)
+        self.intact[prompt] = float(passes.by_token.sum())
         constants = self.run.constants.of(prompt)
         jobs: dict[tuple[Any, str], list[NormEdit]] = {}
         places: dict[tuple[str, str, str], tuple[Any, str]] = {}

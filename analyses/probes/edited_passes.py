@@ -161,9 +161,10 @@ class EditedPasses:
         self._attended = {layer: mapped(Tensor.detach, output) for layer, output in attended.items()}
         self._unembedding = None
         if objective.function is None:
-            logits = output.detach()
-            check_logits(logits[0])
-            self._unembedding = Unembedding.of(model, final, logits)
+            check_logits(output[0].detach())
+            self._unembedding = Unembedding.of(model, final, output.detach())
+        if self._unembedding is not None:  # as the edited losses: a bias of 1e-6 is significant beside no effect
+            self.by_token = self._unembedding.losses(final[0], self.tokens[0, 1:])[0]
 
     def losses(self, edits: Sequence[Sequence[NormEdit]]) -> list[float]:
         """Return the summed loss under each of these edits of norms."""

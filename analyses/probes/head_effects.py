@@ -199,7 +199,7 @@ class _Watching(Observer):
         heads = _IntactHeads(self, prompt)
         with evaluating(self.run.model):
             passes = EditedPasses(self.run.model, self.run.loss, tokens, *heads.hooks(), differentiable=estimated)
-            self.intact[prompt] = float(passes.loss.detach())
+            self.intact[prompt] = float(passes.by_token.sum())
             if estimated:
                 slopes = torch.autograd.grad(passes.loss, list(heads.leaves.values()))
                 by_layer = dict(zip(heads.leaves, slopes, strict=True))

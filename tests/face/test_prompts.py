@@ -98,9 +98,10 @@ def test_a_text_file_is_read_as_it_stands(reader: Any, tmp_path: Path) -> None:
 def test_lines_of_json_are_texts_or_ids(reader: Any, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     entries: list[dict[str, Any]] = [{"text": "abc\nde", "id": 3}, {"tokens": [5, 6, 7]}, {"text": "the", "tokens": 5}]
+    entries.append({"input_ids": [0, 8, 9], "attention_mask": [0, 1, 1]})  # (`Dataset.to_json` of a tokenized text)
     path.write_text("\n\n".join(map(json.dumps, entries)))
-    assert list(read_prompts(path)) == ["abc\nde", [5, 6, 7], "the"]
-    assert [len(row) for row in make_prompts(reader, path).tokens] == [7, 3, 4]
+    assert list(read_prompts(path)) == ["abc\nde", [5, 6, 7], "the", [8, 9]]
+    assert [len(row) for row in make_prompts(reader, path).tokens] == [7, 3, 4, 2]
 
 
 @pytest.mark.parametrize(("name", "content", "error", "word"), [

@@ -18,11 +18,13 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 import ln_probe
+from ln_probe.analyses.attribution import Features
+from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.exhibits import AttentionRecorder
 from ln_probe.hooks import find_norms, linearized, without
 from ln_probe.hooks.constants import bundled_constants
 from ln_probe.hooks.norm import NormError
-from ln_probe.hooks.norm_edits import InterventionError
+from ln_probe.hooks.norm_edits import InterventionError, LostEditError
 from ln_probe.hooks.task import default_tokens
 from ln_probe.page import figures
 
@@ -101,6 +103,112 @@ def test_a_norm_that_two_blocks_share() -> None:
     assert constants == pytest.approx([float((x.var(-1, correction=0) + 1e-5).sqrt()[0, 1:].mean()) for x in inputs])
 
 
+def block_twice(arch: str) -> Any:
+    """A model whose first block stands in the place of the second one too, as layers are shared in ALBERT."""
+    if arch == "hooked":
+        model = make_hooked()
+        model.blocks[1] = model.blocks[0]
+        return model
+    model = hugging_face(arch, use_cache=False)  # (their common cache would hold the keys of both)
+    layers = model.get_decoder().layers if arch != "gpt2" else model.transformer.h
+    layers[1] = layers[0]
+    return model
+
+
+@pytest.mark.parametrize("arch", ["hooked", "gpt2", "llama", "neox"])
+def test_a_block_that_runs_twice_is_refused_by_name(arch: str) -> None:
+    model = block_twice(arch)
+    for call in (find_norms, linearized.sigmas, ln_probe.attribute_logits, ln_probe.analyze):
+        with pytest.raises(NormError, match=r"blocks\.[01]\.ln1 runs more than once"):
+            call(model, *([IDS] if call is not find_norms else []))
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "stablelm-parallel"])
+def test_norms_without_hook_points_are_named(arch: str) -> None:
+    """Inside MLPs (NormFormer, SoLU with a class of its own) and of queries and keys: no edit reaches them."""
+    original, name = hugging_face(arch), "blocks.0.self_attn.q_layernorm"
+    if arch != "stablelm-parallel":
+        blocks, name = (original.model.layers, "act_fn") if arch == "llama" else (original.transformer.h, "act")
+        for block in blocks:
+            setattr(
+                block.mlp,
+                name,
+                torch.nn.Sequential(torch.nn.SiLU(), torch.nn.LayerNorm(80 if arch == "llama" else 128)),
+            )
+        name = f"blocks.0.mlp.{name}.1"
+    for edit in (lambda: without(original, "scaling", sites="all", scale=1.0), lambda: linearized(original)):
+        with pytest.warns(UserWarning, match=name), edit():
+            pass
+    report = ln_probe.analyze(original, IDS, probes=["causal"], progress=False)
+    assert any(name in note for note in report.notes)
+
+
+class Adapter(torch.nn.Linear):
+    """A LoRA that is not merged: its `weight` is not all that it computes (PEFT)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("arch", "letter"), [("llama", "k"), ("qwen3", "v")])
+def test_single_readers_with_an_adapter_are_refused(arch: str, letter: str) -> None:
+    original = hugging_face(arch)
+    setattr(original.model.layers[1].self_attn, f"{letter}_proj", Adapter(32, 16, bias=False))
+    model = bridge_of(original)
+    readers, refused = {"k": "keys", "v": "values"}[letter], f"more than W_{letter.upper()}"
+    with without(model, "scaling", only=readers, scale=2.0), pytest.raises(LostEditError, match=refused):
+        model(IDS)
+
+
+def test_a_norm_that_a_bridge_cannot_edit_is_named() -> None:
+    original = hugging_face("llama")
+    original.model.norm = torch.nn.RMSNorm(32, elementwise_affine=False)
+    with pytest.raises(NormError, match="does not run"):
+        find_norms(original)
+
+
+# ------------------------------------------------------------------------ dictionaries in training mode (SAELens #178)
+
+
+class Dictionary(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.W_dec = layer, torch.nn.Parameter(torch.randn(64, 32))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.layer((x @ self.W_dec.T).flatten(0, -2)).view(*x.shape[:-1], 64).relu()
+
+    def decode(self, active: Tensor) -> Tensor:
+        return active @ self.W_dec
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(64)])
+def test_a_dictionary_in_training_mode_is_that_of_evaluation(layer: torch.nn.Module) -> None:
+    sae, x = Dictionary(layer), torch.randn(1, 5, 32)
+    active = Features.of(sae, {"blocks.0.hook_resid_pre": x}, "blocks.0.hook_resid_pre").activations
+    assert sae.training
+    assert torch.equal(active, sae.eval().encode(x))
+    sae.encode = lambda x: torch.nn.functional.dropout(x @ sae.W_dec.T)
+    with pytest.raises(AttributionError, match="two ways"):
+        Features.of(sae, {"blocks.0.hook_resid_pre": x}, "blocks.0.hook_resid_pre")
+
+
+# ------------------------------------------------- no effect is not significant (float32 sums round in one direction)
+
+
+def test_a_head_that_writes_nothing_has_no_effect() -> None:
+    original = hugging_face("gpt2", vocab_size=4000)
+    with torch.no_grad():
+        original.transformer.wte.weight.mul_(3)
+        original.transformer.h[1].attn.c_proj.weight[8:16] = 0
+    prompts = torch.randint(4000, (20, 16), generator=torch.Generator().manual_seed(0))
+    model = bridge_of(original)
+    report = ln_probe.analyze(model, prompts, probes=["head_effects"], layers=[1], heads=[1], progress=False)
+    row = report.tables["head_effects"].iloc[0]
+    assert row.p == 1.0
+    assert row.delta_loss == pytest.approx(0.0, abs=1e-8)
+
+
 # ------------------------------------------------------------------- one error, and the tables of all others are there
 
 
@@ -152,6 +260,7 @@ def test_padding_in_any_form_is_no_text(arch: str, tokenizer: Any) -> None:
     rows = [torch.tensor([tokenizer(text).input_ids]) for text in texts]
     with torch.no_grad():
         sums = [float(original(row, labels=row).loss) * (row.shape[1] - 1) for row in rows]
+        logits = [float(original(row).logits[0, -1, 7]) for row in rows]
     expected = sum(sums) / sum(row.shape[1] - 1 for row in rows)
     model = bridge_of(hugging_face(arch))
     model.tokenizer = tokenizer
@@ -161,8 +270,26 @@ def test_padding_in_any_form_is_no_text(arch: str, tokenizer: Any) -> None:
         assert intact_loss(model, prompts) == pytest.approx(expected, rel=1e-6), prompts
     with pytest.warns(UserWarning, match="padding"), without(model, "scaling", tokens=ids) as padded:
         pass
+    with pytest.warns(UserWarning, match="padding"):
+        own = ln_probe.attribute_logits(model, ids, -1, target=7).check().own
+    assert own.flatten().tolist() == pytest.approx(logits, rel=1e-5)
     with without(model, "scaling", tokens=[row[0] for row in rows]) as alone:
         assert padded.divisors == alone.divisors
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_packed_rows_begin_where_their_positions_do(arch: str) -> None:
+    """Several texts in one row (DataCollatorWithFlattening): logits under an edit are those of each text alone."""
+    original = hugging_face(arch, use_cache=False)
+    texts = [IDS[:, :5], IDS[:, 2:9].flip(1), IDS[:, :4] + 20]
+    row, positions = torch.cat(texts, 1), torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
+    for model in (original, bridge_of(hugging_face(arch, use_cache=False))):
+        with torch.no_grad(), without(model, "scaling", sites="all", tokens=IDS):
+            outputs = [model(row, position_ids=positions), *map(model, texts)]
+        packed, *alone = (getattr(output, "logits", output) for output in outputs)
+        assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-4)
+    with pytest.raises(ValueError, match="several texts"):
+        ln_probe.analyze(original, {"input_ids": row, "position_ids": positions})
 
 
 @pytest.mark.parametrize(("begin", "end"), [(b"", b"\n"), (b"\xef\xbb\xbf", b"\r\n")])
@@ -209,11 +336,6 @@ def test_a_norm_that_divides_by_nearly_sigma_is_refused(correction: int, eps: fl
     norm.forward = forward
     with pytest.raises(NormError, match="ln_final"):
         find_norms(model)
-
-
-def test_norms_without_hook_points_are_named() -> None:
-    report = ln_probe.analyze(bridge_of(hugging_face("stablelm-parallel")), IDS, probes=["causal"], progress=False)
-    assert any("blocks.0.self_attn.q_layernorm" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "cp437", "ascii"])
