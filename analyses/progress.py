@@ -67,7 +67,7 @@ class ProgressLine:
         _line = self._outer
         self._live.stop()
         if self._cell is not None:
-            self._cell.update({"text/plain": ""}, raw=True)
+            self._cell.update({}, raw=True)  # of which a notebook shows and saves nothing
 
     def __str__(self) -> str:
         seconds = int(time.monotonic() - self.started)

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ln_probe.hooks.model import weight_of
+from ln_probe.hooks.model import weight_of, with_float64
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.stream import AttentionInput, configs_of, visible_keys
 
@@ -159,7 +159,7 @@ def _normed(norm: Norm, values: Float[Tensor, "pos head d_head"]) -> Float[Tenso
 
 def _per_query_head(weight: Tensor, n_heads: int) -> Tensor:
     """Return a weight in float64, that of a shared key head once for each of its query heads."""
-    weight = weight.double()
+    weight = with_float64(weight).double()
     return weight if len(weight) == n_heads else weight.repeat_interleave(n_heads // len(weight), dim=0)
 
 
@@ -184,7 +184,7 @@ def _soft_cap(attn: Any) -> float:
 def _sinks(attn: Any) -> Float[Tensor, " head"] | None:
     """Return the sinks of a layer (GPT-OSS): a score for each head that is of no key."""
     sinks = getattr(getattr(attn, "original_component", None), "sinks", None)
-    return sinks.detach().double() if isinstance(sinks, Tensor) and sinks.ndim == 1 else None
+    return with_float64(sinks.detach()).double() if isinstance(sinks, Tensor) and sinks.ndim == 1 else None
 
 
 def _slopes(attn: Any, n_heads: int, divisor: float) -> Iterator[Tensor | None]:
@@ -213,10 +213,11 @@ def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
             cos_sin = (torch.cat([cos_sin[0]] * 2, -1), torch.cat([cos_sin[1]] * 2, -1))
         return Rotary(cos_sin[0], cos_sin[1], adjacent)
     if isinstance(getattr(attn, "rotary_cos", None), Tensor):
-        return Rotary(attn.rotary_cos.detach(), attn.rotary_sin.detach(), adjacent)
+        cos_sin = attn.rotary_cos.detach(), attn.rotary_sin.detach()
+        return Rotary(*map(with_float64, cos_sin), adjacent)
     table = getattr(getattr(attn, "original_component", None), "embed_positions", None)
     if isinstance(table, Tensor) and table.ndim == 2 and table.shape[-1] % 2 == 0:  # GPT-J: sines, then cosines
-        sin, cos = (half.repeat_interleave(2, dim=-1) for half in table.detach().chunk(2, dim=-1))
+        sin, cos = (half.repeat_interleave(2, dim=-1) for half in with_float64(table.detach()).chunk(2, dim=-1))
         return Rotary(cos, sin, adjacent=True)
     return None
 
@@ -269,7 +270,7 @@ def read_heads(seen: AttentionInput, norms: Sequence[Norm], known: Form | None =
     nearest, worst = plain, math.inf
     for divisor in dict.fromkeys(_divisors(module, d_head)):
         for slopes in _slopes(module, n_heads, divisor):
-            heads = replace(plain, divisor=divisor, slopes=None if slopes is None else slopes.to(W_Q.device))
+            heads = replace(plain, divisor=divisor, slopes=None if slopes is None else slopes.to(plain.W_Q.device))
             difference = _disagreement(heads, seen)
             if difference < worst:
                 nearest, worst = heads, difference

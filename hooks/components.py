@@ -39,6 +39,7 @@ from ln_probe.hooks.model import (
     unedited,
     unembedding,
     weight_of,
+    with_float64,
 )
 from ln_probe.hooks.norm import Norm, bias_of, gain_of
 from ln_probe.hooks.norms import structure_of
@@ -114,7 +115,7 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
 def _output_maps(model: HookedModel, layer: int, z: Tensor) -> Float[Tensor, "head d_head d_model"] | None:
     """Return W_O of a layer in the format of its z; None where it shows none, so that heads cannot be separated."""
     W_O = weight_of(child_of(blocks(model)[layer], "attn"), "W_O")
-    return None if W_O is None or W_O.ndim != 3 or z.shape[-1] != W_O[:, :, 0].numel() else W_O.to(z)
+    return None if W_O is None or W_O.ndim != 3 or z.shape[-1] != W_O[:, :, 0].numel() else with_float64(W_O).to(z)
 
 
 def _output_bias(model: HookedModel, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
@@ -123,7 +124,7 @@ def _output_bias(model: HookedModel, source: Source, like: Tensor) -> Float[Tens
     bias = None if name is None else weight_of(child_of(blocks(model)[source.layer], source.kind), name)
     if bias is None or bias.numel() != int(model.cfg.d_model) or not bool(bias.any()):
         return None
-    return bias.to(like).reshape(-1)
+    return with_float64(bias).to(like).reshape(-1)
 
 
 def _written(model: HookedModel, source: Source, shown: Tensor) -> Float[Tensor, "row d_model"] | None:
@@ -354,7 +355,7 @@ class CachedPrompts:
         """Return the first of these activations that the cache holds."""
         if (name := next((n for n in names if n in self._values), None)) is None:
             raise SplitError(f"the cache lacks {names[0]!r}: take the cache without a names_filter, or pass tokens")
-        return self._values[name]
+        return with_float64(self._values[name])
 
     def rows(self, *names: str) -> Float[Tensor, "row wide"]:
         """Return the first of these activations that there is, a row per position of one prompt after the other."""

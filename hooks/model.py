@@ -123,6 +123,14 @@ def at_least_float32(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+WITHOUT_FLOAT64 = {"mps"}  # kinds of devices
+
+
+def with_float64(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return a tensor where float64 exists: on the CPU, if its device has no such format."""
+    return x.cpu() if x.device.type in WITHOUT_FLOAT64 else x
+
+
 # What a bridge raises where an architecture has no such weight.
 ABSENT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 

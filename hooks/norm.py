@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from ln_probe.hooks.model import HookedModel, OneLine, at_least_float32, device_of, dtype_of, hooks_on
+from ln_probe.hooks.model import HookedModel, OneLine, at_least_float32, device_of, dtype_of, hooks_on, with_float64
 
 READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
 
@@ -109,9 +109,9 @@ def affine(normalized: Float[Tensor, "*batch d"], gain: Tensor | None, bias: Ten
     """Return gain * normalized + bias, of which either may be missing."""
     out = normalized
     if gain is not None:
-        out = out * gain.to(out)
+        out = out * gain.to(out.device).to(out)
     if bias is not None:
-        out = out + bias.to(out)
+        out = out + bias.to(out.device).to(out)
     return out
 
 
@@ -259,8 +259,8 @@ class Norm(OneLine):
     def decompose(self, x: Float[Tensor, "*batch d"]) -> Terms:
         """Return the terms of this norm on its inputs x, in float64; `Terms.total()` is its output."""
         self._check(x)
-        x = x.detach().double()
-        gain, bias = (None if t is None else t.double().to(x.device) for t in (self.gain, self.bias))
+        x = with_float64(x.detach()).double()
+        gain, bias = (None if t is None else t.to(x.device).double() for t in (self.gain, self.bias))
         mean = x.mean(-1, keepdim=True).expand_as(x)
         return Terms(x, mean, self.project(x), self.sigma(x), self.normalize(x), gain, bias)
 
@@ -367,7 +367,7 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     fields |= {"eps_value": float(scale[-1, 0]) ** 2, "constant_value": float(scale[0, 0])}
     for kind in _KINDS:
         norm = Norm(name, 0, kind, "other", module, **fields)
-        if is_same(normalized[:-1], norm.normalize(rows[:-1].double())):
+        if is_same(normalized[:-1], norm.normalize(with_float64(rows[:-1]).double())):
             break
     else:
         raise UnknownNormError(f"{unknown}: it divides by another number than sigma")
@@ -393,7 +393,7 @@ def _answers(module: nn.Module, rows: Float[Tensor, "row d"]) -> list[Float64[Te
         answers.append(module(rows[None]))
     with hooks_on([(points[0], lambda *seen: seen[-1].clone())]):
         answers.append(module(rows[None]))
-    return [answer.reshape(len(rows), -1).double() for answer in answers]
+    return [with_float64(answer).reshape(len(rows), -1).double() for answer in answers]
 
 
 def _is_same(tolerance: float, a: Tensor, b: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.model import Hook, HookedModel, attentions, hooks_on, run, tensors_in
+from ln_probe.hooks.model import Hook, HookedModel, attentions, hooks_on, run, tensors_in, with_float64
 from ln_probe.hooks.norm import Norm, is_heads_first
 
 # How attention layers call themselves when they see every key before a query (HookedTransformer and GPT-Neo; the layer
@@ -128,7 +128,7 @@ def rotary_tables(points: Mapping[str, Tensor], prompt: int, length: int) -> tup
     if not all(name in points for name in TABLES):
         return None
     cos, sin = (points[name][min(prompt, len(points[name]) - 1), :length] for name in TABLES)
-    return cos, sin
+    return with_float64(cos), with_float64(sin)
 
 
 @contextmanager
@@ -196,8 +196,9 @@ def streaming(
             return
         xs, ys, points = running.pop(layer)
         for prompt, pattern in enumerate(points.get("hook_pattern", ())):
+            x, y, pattern = (with_float64(value) for value in (xs[prompt], ys[prompt], pattern))
             cos_sin = rotary_tables(points, prompt, length)
-            seen = AttentionInput(layer, xs[prompt], ys[prompt], pattern, cos_sin, attn, norm_of[layer])
+            seen = AttentionInput(layer, x, y, pattern, cos_sin, attn, norm_of[layer])
             on_attention(prompt, seen)
 
     after: list[Hook] = [(norm.module, partial(after_norm, norm)) for norm in norms if not norm.is_identity]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import Part, Record, dot
-from ln_probe.hooks.model import HookedModel, child_of, evaluating, n_layers
+from ln_probe.hooks.model import HookedModel, child_of, evaluating, n_layers, with_float64
 
 TOP_FEATURES = 20  # named one by one; the rest is one row
 CLOSES = 1e-4  # what rounding in float32 leaves over of a sum over thousands of features, relative to its largest
@@ -37,7 +37,6 @@ class Features:
         directions: the decoder's row of each feature.
         activations: [batch pos feature], or [pos feature] for one prompt: each feature writes its activation times its
             direction.
-        names: of each feature; by default `feature 0`, `feature 1`, …
         bias: what the decoder adds for any activations, the same for every token or of each token; None: nothing.
         skip: what a dictionary writes besides its decoder's output, of each token (a transcoder's skip connection).
         top: features named one by one, those with the largest |activation|·|direction| at the positions asked for.
@@ -56,7 +55,6 @@ class Features:
     hook_name: str
     directions: Float[Tensor, "feature d_model"]
     activations: Float[Tensor, "*batch pos feature"]
-    names: Sequence[str] | None = None
     bias: Float[Tensor, "*token d_model"] | None = None
     skip: Float[Tensor, "*batch pos d_model"] | None = None
     top: int = TOP_FEATURES
@@ -126,8 +124,6 @@ class Features:
             if values is not None and (values.shape != shape or not values.isfinite().all()):
                 given = list(values.shape)
                 raise AttributionError(f"{self.hook_name}: {name} must be finite and {list(shape)}, got {given}")
-        if self.names is not None and len(self.names) != size:
-            raise AttributionError(f"{self.hook_name}: {len(self.names)} names for {size} features")
 
     def replaces(self, part: Part) -> bool:
         """Return whether a component is part of what the hook point shows."""
@@ -136,8 +132,7 @@ class Features:
 
     def chosen(self, rows: Sequence[int]) -> list[int]:
         """Return the features that are named one by one: the largest at these rows."""
-        active = self.activations.reshape(-1, len(self.directions))[list(rows)]
-        size = active.abs().amax(0).double().cpu() * self.directions.double().norm(dim=1).cpu()
+        size = _at(self.activations, rows).abs().amax(0) * self.directions.detach().cpu().double().norm(dim=1)
         order = size.argsort(descending=True, stable=True)[: self.top]
         return sorted(int(i) for i in order if size[i] > 0)
 
@@ -165,24 +160,29 @@ class Features:
                 f"{self.hook_name} is not the sum of the components before it: {missing:.1e} of it is left over "
                 f"(rounding explains {bound:.0e})"
             )
-        active = self.activations.detach().reshape(-1, len(self.directions))[list(rows)].double().cpu()
-        directions = self.directions.detach().double().cpu()
+        active = _at(self.activations, rows)
+        directions = self.directions.detach().cpu().double()
         pulled = (f @ directions[list(named)].T).permute(2, 0, 1)  # [feature row reading]
         shown = pulled * active[:, list(named)].T[:, :, None]
         written = dot(active @ directions, f)
         layer, at = self.layer, f"L{self.layer} {self._name.removeprefix('hook_')}"  # "L3 resid_pre"
-        names = [f"{at} {f'feature {i}' if self.names is None else self.names[i]}" for i in named]
-        new = {Part(name, "feature", layer, i): value for name, i, value in zip(names, named, shown, strict=True)}
+        parts = [Part(f"{at} feature {i}", "feature", layer, i) for i in named]
+        new = dict(zip(parts, shown, strict=True))
         new[Part(f"{at} other features", "feature", layer)] = written - shown.sum(0)
         error = each.sum(0) - written
         for kind, vectors in (("decoder bias", self.bias), ("skip", self.skip)):
             if vectors is not None:
-                of_rows = vectors[None] if vectors.ndim == 1 else vectors.flatten(0, -2)[list(rows)]
-                value = dot(of_rows.detach().double().cpu(), f).expand_as(error)
+                of_rows = _at(vectors[None], [0]) if vectors.ndim == 1 else _at(vectors, rows)
+                value = dot(of_rows, f).expand_as(error)
                 new[Part(f"{at} {kind}", kind, layer)] = value
                 error = error - value
         new[Part(f"{at} reconstruction error", "error", layer)] = error
         return new | {part: value for part, value in values.items() if part not in replaced}
+
+
+def _at(values: Float[Tensor, "*batch pos _"], rows: Sequence[int]) -> Float64[Tensor, "row _"]:
+    """Return values of some tokens, counted through all prompts, on the CPU."""
+    return values.detach().flatten(0, -2)[torch.tensor(rows)].cpu().double()
 
 
 def _factors(
@@ -193,12 +193,12 @@ def _factors(
     bias: Float[Tensor, "*pos d_model"],
 ) -> tuple[Float64[Tensor, "*pos 1"], Float64[Tensor, "feature 1"]]:
     """Return factors by token and by feature with which rows of W_dec add up to what a dictionary wrote."""
-    whole, rows = written.double(), directions.double()
+    whole, rows, weights = (with_float64(x).double() for x in (written, directions, active))
     limit = max(CLOSES, 4 * torch.finfo(written.dtype).eps)
     by_token, by_feature = torch.ones_like(whole[..., :1]), torch.ones_like(rows[:, :1])
 
     def left_over() -> float:
-        expected = (active.double() * by_token) @ (rows * by_feature)
+        expected = (weights * by_token) @ (rows * by_feature)
         return float((whole - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
     def single(features: Sequence[int]) -> Float64[Tensor, " pos"]:
@@ -206,8 +206,8 @@ def _factors(
         at, of = torch.arange(len(features)), torch.tensor(features)
         alone = torch.zeros_like(active).flatten(0, -2)
         alone[at, of] = size = active.flatten(0, -2)[:, of].abs().amax(0)
-        wrote = (sae.decode(alone.view_as(active)) - bias).flatten(0, -2)[at].double()
-        factor: Tensor = (wrote * rows[of]).sum(-1) / rows[of].square().sum(-1) / size.double()
+        wrote = with_float64((sae.decode(alone.view_as(active)) - bias).flatten(0, -2)[at]).double()
+        factor: Tensor = (wrote * rows[of]).sum(-1) / rows[of].square().sum(-1) / with_float64(size).double()
         return factor
 
     if not left_over() <= limit:

@@ -29,6 +29,7 @@ from ln_probe.analyses.attribution.shared import (
     Prompts,
     Sums,
     Tokens,
+    contrast_of,
     one_of,
     token_name,
 )
@@ -45,6 +46,7 @@ from ln_probe.hooks.model import (
     n_layers,
     outputs,
     weight_of,
+    with_float64,
 )
 from ln_probe.hooks.norm import INTACT, Norm, bias_of, gain_of
 from ln_probe.hooks.norm_edits import NormEdit
@@ -53,7 +55,6 @@ from ln_probe.hooks.norms import norms_of
 TERMS = ("without_projection", "projection", "bias")
 COMPONENTS = ("heads", "layers")
 Terms = dict[Part, Float64[Tensor, "row term"]]
-SCALES = ("own", "final")  # of the logit lens
 SHOWN = 24  # positions in the picture of a lens
 
 
@@ -142,6 +143,7 @@ def attribute_logits(
         components: "heads" (heads, MLPs, embeddings, biases) or "layers" (attention layers and MLPs with their biases).
         features: dictionaries whose features replace the components that they reconstruct.
         pos, pos_slice, answer_tokens, incorrect_tokens: TransformerLens's names of `positions`, `target` and `against`.
+            `answer_tokens` [batch 2], for one position of each prompt, are a correct and an incorrect token.
 
     Returns:
         The attribution; `.check()` raises an error if the sum is not the model's own logit.
@@ -158,8 +160,7 @@ def attribute_logits(
         >>> last = ln_probe.attribute_logits(model, "The ships came home.", -1, target=" The").check()
     """
     positions = one_of(positions=positions, pos=pos, pos_slice=pos_slice)
-    target = one_of(target=target, answer_tokens=answer_tokens)
-    against = one_of(against=against, incorrect_tokens=incorrect_tokens)
+    target, against = contrast_of(positions, target, against, answer_tokens, incorrect_tokens)
     if components not in COMPONENTS:
         raise AttributionError(f"components must be one of {', '.join(COMPONENTS)}, got {components!r}")
     hooked = check_model(model)
@@ -205,9 +206,7 @@ def attribute_logits(
 class _End(NamedTuple):
     """What the unembedding reads, a norm or the stream itself, and W_U and b_U of the tokens that have a logit.
 
-    Attributes:
-        place: the name of what is read before the norm.
-        cap, factor: what the config says is done to logits: cap·tanh(logit / cap) (0: nothing), a factor.
+    The config says what is done to logits: `factor`, then cap·tanh(logit / cap) (0: nothing).
     """
 
     wiring: Wiring
@@ -253,8 +252,8 @@ def _end_of(model: HookedModel) -> _End:
     W_U, b_U, size = weight_of(model, "W_U"), weight_of(model, "b_U"), outputs(model)
     if W_U is None or W_U.ndim != 2:
         raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab]")
-    W_U = before_projection(model, W_U[:, :size].T).T
-    b_U = W_U.new_zeros(size) if b_U is None else b_U[:size]
+    W_U = with_float64(before_projection(model, W_U[:, :size].T).T)
+    b_U = W_U.new_zeros(size) if b_U is None else with_float64(b_U[:size])
     norms, cap = norms_of(model), getattr(model.cfg, "output_logits_soft_cap", None)
     wiring = find_wiring(model, norms)
     norm = next((norm for norm in reversed(norms) if "unembed" in norm.reads.split("+")), None)
@@ -320,13 +319,10 @@ def _in_layers(terms: Terms) -> Terms:
     """Return heads and output biases summed by attention layer or MLP."""
     summed: dict[Part, Tensor] = {}
     for part, value in terms.items():
-        written = part.kind
-        if part.kind == "bias":  # (a feature can be called as a bias is)
-            written = part.name.rsplit(" ", 1)[-1]
         layer, whole = part.layer, part
-        if written in ("head", "b_O"):
+        if part.kind == "head" or part.name == f"L{layer} b_O":
             whole = Part(f"L{layer} attn", "attention", layer)
-        elif written in ("mlp", "b_out"):
+        elif part.kind == "mlp" or part.name == f"L{layer} b_out":
             whole = Part(f"L{layer} mlp", "mlp", layer)
         summed[whole] = summed[whole] + value if whole in summed else value
     return summed
@@ -374,14 +370,12 @@ class LogitLens:
         first = self.table[self.table["batch"] == 0]
         shown = first[first["position"].isin(first["position"].unique()[-SHOWN:])]
         cells = [
-            f'<td style="background:rgba(0,114,178,{p / 2:.3f})" title="{p:.1%}">{escape(token)}</td>'
+            f'<div style="background:rgba(0,114,178,{p / 2:.3f})" title="{p:.1%}">{escape(token)}</div>'
             for p, token in zip(shown["probability"], shown["token"], strict=True)
         ]
         grid = shown.assign(cell=cells).pivot_table("cell", "layer", "position", "first")[::-1]
-        rows = [f"<th>{layer}</th>{''.join(row)}" for layer, row in zip(grid.index, grid.to_numpy(), strict=True)]
-        head = "<th>layer</th>" + "".join(f"<th>{position}</th>" for position in grid.columns)
-        table = "".join(f"<tr>{row}</tr>" for row in (head, *rows))
-        return f"<p>{escape(repr(self))}</p><table>{table}</table>"
+        with pd.option_context("display.max_colwidth", None):
+            return f"<p>{escape(repr(self))}</p>{grid.to_html(escape=False)}"
 
 
 def logit_lens(
@@ -400,11 +394,10 @@ def logit_lens(
     """Read logits off the residual stream before each layer, through the final norm as it is, raw or folded.
 
     Args:
-        model, tokens_or_cache, positions, target, against: as for `attribute_logits`; `target` None: the token that is
-            the most likely one at the end.
+        model, tokens_or_cache, positions, target, against: as for `attribute_logits`, under either name; `target` None:
+            the token that is the most likely one at the end.
         scale: what the final norm divides by: "own", the sigma of each layer's stream, or "final", that of the last
             one, at the same token. Inside `without`, the norm is the edited one.
-        pos, pos_slice, answer_tokens, incorrect_tokens: TransformerLens's names of `positions`, `target` and `against`.
 
     Raises:
         TypeError, AttributionError, SplitError: as `attribute_logits`; an unknown scale.
@@ -414,10 +407,9 @@ def logit_lens(
         >>> lens.values.shape  # layer, batch, position, token
     """
     positions = one_of(positions=positions, pos=pos, pos_slice=pos_slice)
-    target = one_of(target=target, answer_tokens=answer_tokens)
-    against = one_of(against=against, incorrect_tokens=incorrect_tokens)
-    if scale not in SCALES:
-        raise AttributionError(f"scale must be {' or '.join(map(repr, SCALES))}, got {scale!r}")
+    target, against = contrast_of(positions, target, against, answer_tokens, incorrect_tokens)
+    if scale not in ("own", "final"):
+        raise AttributionError(f"scale must be 'own' or 'final', got {scale!r}")
     hooked = check_model(model)
     with evaluating(hooked):
         end, layers = _end_of(hooked), range(n_layers(hooked))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
@@ -34,11 +34,10 @@ AT_ONCE = 64  # positions whose parts are held at once: of GPT-2's shape 5 MB
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoreAttribution(Sums):
-    """Attention scores (or differences of scores) of one head, each as a sum over one side's components.
+    """Attention scores (or differences of scores) of one head, each as a sum over components of the key.
 
     Attributes:
-        components: what the rows of `values` are.
-        side: whose components they are, "query" or "key"; the other side's are summed.
+        components: of the key: what the rows of `values` are. The query's are summed.
         values: in nats. [component batch pos], by position of the keys (`query` was given) or of the queries (`key`
             was); [component batch query key] where neither was. NaN where a query does not see the key.
         total: what they add up to; own: from the model's own norm outputs; scale: the largest |score| of that query,
@@ -62,7 +61,6 @@ class ScoreAttribution(Sums):
     """
 
     components: tuple[Part, ...]
-    side: str
     values: Float64[Tensor, "component batch *pos"]
     total: Any
     own: Any
@@ -81,7 +79,7 @@ class ScoreAttribution(Sums):
     @cached_property
     def table(self) -> pd.DataFrame:
         """A row per component and score: `batch`, `query`, `key`, `side`, `part`, `kind`, `layer`, `index`,
-        `contribution`; of one score without the first three, and by components of either side."""
+        `contribution`; of one score without the first three, and by components of either `side`."""
         if self.pairs is None:
             values = self.values[:, self.total.isfinite()].T.reshape(-1).numpy()
             return self._rows(query=self.queries, key=self.keys).assign(contribution=values)
@@ -90,7 +88,7 @@ class ScoreAttribution(Sums):
         return pd.concat(sides, ignore_index=True).assign(contribution=pd.concat(sums).to_numpy())
 
     def _components(self) -> pd.DataFrame:
-        return part_columns(self.components, side=self.side)
+        return part_columns(self.components, side="key")
 
     def _summands(self) -> pd.DataFrame:
         assert self.pairs is not None
@@ -123,14 +121,13 @@ def attribute_scores(
     pos: int | None = None,
     pos_slice: int | None = None,
 ) -> ScoreAttribution:
-    """Write a head's attention scores as exact sums over components of the query and components of the key.
+    """Write a head's attention scores as exact sums over components of the key; one score by those of the query, too.
 
     Args:
         model, tokens_or_cache: as for `attribute_logits`.
         layer, head: which head; negative from the end.
-        query, key: positions; negative from the end of each prompt. With both, for one prompt, the result has a sum
-            over pairs of components, too. `key=None` gives all keys by components of the key; `query=None` with a key
-            gives all queries by components of the query; the other side is summed.
+        query, key: positions; negative from the end of each prompt; None: all. With both, for one prompt, the result
+            has a sum over pairs of components of the query and of the key.
         against: another key's position, whose score is subtracted; "mean": the mean score of the keys that the query
             sees; None: the score itself (attention depends on differences of scores only).
         features: dictionaries whose features replace the components that they reconstruct, on both sides.
@@ -165,10 +162,10 @@ def attribute_scores(
         each: dict[int, Head] = {}
         for members in prompts.of_equal_length():
             if prompts.cache is None:
-                tokens, looks = prompts.tokens(members), list[AttentionInput]()
-                watch = partial(_append, looks)
-                with streaming(hooked, tokens, [site], on_attention=watch, layers=[layer]):
+                tokens, by_prompt = prompts.tokens(members), dict[int, AttentionInput]()
+                with streaming(hooked, tokens, [site], on_attention=by_prompt.__setitem__, layers=[layer]):
                     seen = record(hooked, tokens, range(tokens.numel()), norms, points, logits=False)
+                looks = list(by_prompt.values())
             else:
                 seen = prompts.cache.record(range(sum(prompts.lengths)), wiring, where, points)
                 looks = prompts.cache.attention(site, layer, where)
@@ -192,7 +189,6 @@ class Head:
     """One head on one prompt, and which of its scores are asked for.
 
     Attributes:
-        heads: the layer's maps; head: which one.
         site, where: the norm that attention reads (or what replaces it), and the name of that place.
         first: the row of position 0 among the features' activations.
         against: the position, or "mean", whose score is subtracted.
@@ -327,27 +323,17 @@ class Head:
         piece = slice(self.head // repeats * d_head, (self.head // repeats + 1) * d_head)
         return norm.sigma(together), gain[piece], None if bias is None else bias[piece]
 
-    def sums(self, side: str) -> tuple[list[Part], Float64[Tensor, "part query key"]]:
-        """Return the scores by the parts of one side, minus those that are subtracted."""
+    def sums(self) -> tuple[list[Part], Float64[Tensor, "part query key"]]:
+        """Return the scores by the parts of the keys, minus those that are subtracted."""
+        queries, needed = self.vectors[0][list(self.queries)] / self.heads.divisor, self.needed_keys
+        self.split.rows(needed).check(self.where)
         pieces, parts = list[Tensor](), list[Part]()
-        q, k = self.vectors
-        if side == "key":
-            needed = self.needed_keys
-            self.split.rows(needed).check(self.where)
-            for some in in_chunks(needed):
-                parts, vectors = self.side("K", some)
-                of_parts = vectors[:, len(_TERMS) :]
-                pieces.append(torch.einsum("kpd,qd->pqk", of_parts, q[list(self.queries)] / self.heads.divisor))
-            every = torch.zeros(len(parts), len(self.queries), self.length, dtype=torch.float64)
-            every[:, :, needed] = torch.cat(pieces, 2)
-            values = self.minus_others(every)
-        else:  # there is one key
-            self.split.rows(self.queries).check(self.where)
-            differences = (k[list(self.keys)] - self.share @ k) / self.heads.divisor  # [query d_head]
-            for some, of_keys in zip(in_chunks(self.queries), differences.split(AT_ONCE), strict=True):
-                parts, vectors = self.side("Q", some)
-                pieces.append(torch.einsum("qpd,qd->pq", vectors[:, len(_TERMS) :], of_keys)[:, :, None])
-            values = torch.cat(pieces, 1)
+        for some in in_chunks(needed):
+            parts, vectors = self.side("K", some)
+            pieces.append(torch.einsum("kpd,qd->pqk", vectors[:, len(_TERMS) :], queries))
+        every = torch.zeros(len(parts), len(queries), self.length, dtype=torch.float64)
+        every[:, :, needed] = torch.cat(pieces, 2)
+        values = self.minus_others(every)
         if self.position_bias is not None:
             parts = [*parts, Part("position bias", "bias", self.seen.layer)]
             values = torch.cat([values, self.minus_others(self.position_bias)[None]])
@@ -399,10 +385,6 @@ class Head:
         }
 
 
-def _append(looks: list[AttentionInput], _: int, look: AttentionInput) -> None:
-    looks.append(look)
-
-
 def in_chunks(positions: Sequence[int]) -> list[list[int]]:
     return [list(positions[i : i + AT_ONCE]) for i in range(0, len(positions), AT_ONCE)]
 
@@ -411,7 +393,7 @@ def _attribution(
     ordered: Sequence[Head], query: int | None, key: int | None, against: int | str | None, *, single: bool
 ) -> ScoreAttribution:
     """Return the attribution of each prompt's scores, filled up behind the end of a prompt."""
-    side, first = "query" if query is None and key is not None else "key", ordered[0]
+    first = ordered[0]
     if single:
         query, key, against = first.queries[0], first.keys[0], first.against
     label = f"score{'s' if query is None or key is None else ''} of L{first.seen.layer}H{first.head}"
@@ -419,13 +401,13 @@ def _attribution(
     label += "" if key is None else f" to {key}"
     if against is not None:
         label += " minus the mean of those it sees" if isinstance(against, str) else f" minus to {against}"
-    fields: dict[str, Any] = {"side": side, "label": label}
+    fields: dict[str, Any] = {"label": label}
     if single:
         fields |= first.pairs()
         values = torch.tensor(fields["pairs"].sum(axis=0).to_numpy())[:, None, None]
         by_prompt = [first.numbers(values)]
     else:
-        sums = [one.sums(side) for one in ordered]
+        sums = [one.sums() for one in ordered]
         fields["components"] = tuple(sums[0][0])
         by_prompt = [one.numbers(values) for one, (_, values) in zip(ordered, sums, strict=True)]
     most_queries, most_keys = (max(t["own"].shape[axis] for t in by_prompt) for axis in (0, 1))

@@ -38,6 +38,25 @@ def one_of(**names: Any) -> Any:
     return next(iter(values.values()), None)
 
 
+def contrast_of(positions: Any, target: Any, against: Any, answers: Any, incorrect: Any) -> tuple[Any, Any]:
+    """Return `target` and `against`, which may have TransformerLens's names `answer_tokens` and `incorrect_tokens`.
+
+    The second of two columns of `answer_tokens`, a row for each prompt, is the incorrect tokens.
+    """
+    target = one_of(target=target, answer_tokens=answers)
+    against = one_of(against=against, incorrect_tokens=incorrect)
+    if answers is None or np.ndim(answers) != 2 or np.shape(answers)[1] != 2 or against is not None:
+        return target, against
+    if not _is_index(positions):
+        raise AttributionError("answer_tokens [batch, 2] are of one position of each prompt: give pos=-1, or another")
+    correct, incorrect = zip(*answers, strict=True)
+    return list(correct), list(incorrect)
+
+
+def _is_index(positions: Any) -> bool:
+    return not isinstance(positions, slice | None) and np.ndim(positions) == 0
+
+
 class Prompts:
     """The prompts and positions of an attribution: token ids to run, or a cache of their activations.
 
@@ -63,8 +82,7 @@ class Prompts:
         self.lengths = [self.cache.length] * self.cache.batch if self.cache else [len(row) for row in self.rows]
         self.places = [_places(positions, length) for length in self.lengths]
         self.asked = [(number, position) for number, at in enumerate(self.places) for position in at]
-        is_index = not isinstance(positions, slice | None) and np.ndim(positions) == 0
-        self.single = len(self.places) == 1 and is_index
+        self.single = len(self.places) == 1 and _is_index(positions)
 
     def of_equal_length(self) -> list[list[int]]:
         """Return the numbers of prompts that run together: padding would change what a bidirectional model reads."""

@@ -131,7 +131,7 @@ def test_sums_and_batches(name: str, form: Callable[[str, torch.dtype], Any]) ->
             there = (b, q, k) if queries is None and keys is None else (b, at)
             assert float(scores.total[there]) == pytest.approx(one.total, abs=1e-6 * one.scale)
             assert float(scores.own[there]) == pytest.approx(one.own, abs=1e-6 * one.scale)
-            alone = one.table[one.table["side"] == scores.side]["contribution"].to_numpy()
+            alone = one.table[one.table["side"] == "key"]["contribution"].to_numpy()
             assert scores.values[(slice(None), *there)].numpy() == pytest.approx(alone, abs=1e-6 * one.scale)
             hidden = scores.total[b].isnan()
             assert int((~hidden).sum()) == len(scores.table.query(f"batch == {b}")) // len(scores.components)

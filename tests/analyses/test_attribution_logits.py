@@ -11,8 +11,7 @@ from architectures import make_bridge, make_folded
 from attribution_checks import TOKENS
 from small_models import lab
 
-from ln_probe.analyses.attribution.features import Features
-from ln_probe.analyses.attribution.logits import attribute_logits
+from ln_probe.analyses.attribution.logits import attribute_logits, logit_lens
 from ln_probe.analyses.attribution.scores import attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import SplitError
@@ -40,18 +39,20 @@ def test_targets() -> None:
     assert attribute_logits(model, TOKENS, -1, "3", "4").total == two.total
 
 
-def test_neurons_are_features_of_their_mlp() -> None:
-    for arch in ("gpt2", "llama"):
-        model = make_bridge(arch)
-        _, cache = model.run_with_cache(TOKENS[None])
-        W_out, active = model.blocks[1].mlp.W_out.detach(), cache["blocks.1.mlp.hook_post"]
-        bias = model.blocks[1].mlp.b_out.detach() if arch == "gpt2" else None
-        neurons = Features("blocks.1.hook_mlp_out", W_out, active, bias=bias, top=len(W_out))
-        fine = attribute_logits(model, TOKENS, -1, target=3, features=neurons).check().table.set_index("kind")
-        whole = attribute_logits(model, TOKENS, -1, target=3).table.set_index("part")
-        for term in ("contribution", "without_projection", "projection"):
-            assert fine.loc["feature", term].sum() == pytest.approx(whole.loc["L1 mlp", term], abs=2e-6)
-            assert fine.loc["error", term] == pytest.approx(0.0, abs=2e-6)
+def test_pairs_of_answers() -> None:
+    """TransformerLens's convention: a column of correct tokens, and one of incorrect ones."""
+    model, prompts = make_bridge("gpt2"), TOKENS.view(2, 5)
+    answers = torch.tensor([[3, 4], [5, 6]])
+    for given, some in ((answers, prompts), (answers.tolist(), prompts), (answers[:1], prompts[:1])):
+        pairs = torch.as_tensor(given)
+        expected = attribute_logits(model, some, -1, target=pairs[:, :1], against=pairs[:, 1:]).check()
+        result = attribute_logits(model, some, pos=-1, answer_tokens=given).check()
+        assert torch.equal(result.terms, expected.terms)
+        lens = logit_lens(model, some, pos=-1, answer_tokens=given).table
+        last = lens[lens["layer"] == 2]["logit"].to_numpy()
+        assert last == pytest.approx(torch.as_tensor(expected.own).reshape(-1).numpy(), abs=1e-5)
+    with pytest.raises(AttributionError, match="pos=-1"):
+        attribute_logits(model, prompts, answer_tokens=answers)
 
 
 def test_caches() -> None:
@@ -99,7 +100,6 @@ def test_what_cannot_be_attributed() -> None:
         ({"tokens": torch.ones(40).long()}, "context"),
         ({"tokens": "a text"}, "tokenizer"),
         ({"tokens": TOKENS, "positions": {}}, "positions"),
-        ({**every, "target": []}, "target"),
         ({"tokens": []}, "tokens"),
         ({"tokens": TOKENS, "pos": -1}, "positions and pos"),
         ({"tokens": TOKENS, "target": 3, "answer_tokens": 3}, "target and answer_tokens"),

@@ -188,13 +188,6 @@ def test_logits_that_overflow_are_named_with_their_place() -> None:
         analyzed(model, "causal")
 
 
-def test_centred_weights_are_noted_with_what_to_load() -> None:
-    model = ln_probe.load_model("lm-layernorm")
-    assert not any("unprocessed" in note for note in analyzed(model, "causal").notes)
-    model.enable_compatibility_mode(disable_warnings=True)  # type: ignore[operator]
-    assert any("unprocessed" in note for note in ln_probe.freezing_cost(model, TOKENS, progress=False).notes)
-
-
 def test_a_model_on_mps_is_measured_as_a_copy_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_bridge("gpt2").eval()
     monkeypatch.setattr(guard, "device_of", lambda _: torch.device("mps"))
