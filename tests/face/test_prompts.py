@@ -158,18 +158,6 @@ def test_ids_in_any_form(expected: list[list[int]], forms: tuple[Any, ...], mode
         assert tokens(model, form) == expected, repr(form)
 
 
-@pytest.mark.parametrize(("side", "kind"), [("right", torch.tensor), ("left", np.array), ("right", list)])
-def test_what_a_tokenizer_returns_is_respected(side: str, kind: Any, reader: Any) -> None:
-    pads = [[], [PAD, PAD]]
-    ids = [r + p if side == "right" else p + r for r, p in zip(ROWS, pads, strict=True)]
-    mask = [[int(i != PAD) for i in r] for r in ids]
-    prompts = make_prompts(reader, {"input_ids": kind(ids), "attention_mask": kind(mask), "token_type_ids": kind(mask)})
-    assert [r.tolist() for r in prompts.tokens] == ROWS
-    (note,) = prompts.notes
-    assert "padding" in note
-    assert "attention_mask" in note
-
-
 @pytest.mark.parametrize("padded", [[9, 10, PAD, PAD], [PAD, PAD, 9, 10]])
 @pytest.mark.parametrize("kind", [torch.tensor, list])
 def test_padding_without_a_mask_is_left_out_at_either_end(

@@ -31,9 +31,6 @@ from ln_probe.page import figures
 IDS = torch.arange(3, 15)[None]
 
 
-# ------------------------------------------------------------------------------- gradient checkpointing (pyvene #242)
-
-
 def gradient_of(arch: str, context: Any, *, reentrant: bool | None = None, as_bridge: bool = False) -> Tensor:
     """Return the gradient of the loss inside a block by all parameters; `reentrant`: None without checkpointing."""
     original = hugging_face(arch).train()
@@ -53,7 +50,7 @@ def gradient_of(arch: str, context: Any, *, reentrant: bool | None = None, as_br
 @pytest.mark.parametrize(("arch", "as_bridge"), [("llama", False), ("gpt2", True)])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 def test_gradients_with_checkpointing_are_those_without(arch: str, as_bridge: bool, reentrant: bool) -> None:
-    """`backward()` runs the blocks again: position 0 must have its own constant in that run, too."""
+    """`backward()` runs the blocks again (pyvene #242): position 0 must have its own constant in that run, too."""
     for context in (lambda m: without(m, "scaling", sites="all", tokens=IDS), linearized):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", ".*backward")
@@ -61,9 +58,6 @@ def test_gradients_with_checkpointing_are_those_without(arch: str, as_bridge: bo
         with pytest.warns(UserWarning, match="call backward"):
             gradient = gradient_of(arch, context, reentrant=reentrant, as_bridge=as_bridge)
         assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-7)
-
-
-# ------------------------------------------------------------------------------------------------ what is read once
 
 
 def test_constants_follow_weights_that_change_through_data() -> None:
@@ -83,11 +77,8 @@ def test_constants_follow_weights_that_change_through_data() -> None:
     assert not bundled_constants(model), "they were fitted to other weights"
 
 
-# ---------------------------------------------------------- a norm that runs more than once (TransformerLens #1470)
-
-
 def test_a_norm_that_two_blocks_share() -> None:
-    """A bridge has a norm, and a constant, for each run; the model's own module would get one edit for both."""
+    """A bridge has one, with a constant, for each run; the model's own would get one edit (TransformerLens #1470)."""
     original = hugging_face("gpt2")
     original.transformer.h[1].ln_1 = original.transformer.h[0].ln_1
     inputs: list[Tensor] = []
@@ -103,39 +94,28 @@ def test_a_norm_that_two_blocks_share() -> None:
     assert constants == pytest.approx([float((x.var(-1, correction=0) + 1e-5).sqrt()[0, 1:].mean()) for x in inputs])
 
 
-def block_twice(arch: str) -> Any:
-    """A model whose first block stands in the place of the second one too, as layers are shared in ALBERT."""
-    if arch == "hooked":
-        model = make_hooked()
-        model.blocks[1] = model.blocks[0]
-        return model
-    model = hugging_face(arch, use_cache=False)  # (their common cache would hold the keys of both)
-    layers = model.get_decoder().layers if arch != "gpt2" else model.transformer.h
+@pytest.mark.parametrize(("arch", "path"), [
+    ("hooked", "blocks"), ("gpt2", "transformer.h"), ("llama", "model.layers"), ("neox", "gpt_neox.layers"),
+])  # fmt: skip
+def test_a_block_that_runs_twice_is_refused_by_name(arch: str, path: str) -> None:
+    """As layers are shared in ALBERT. (One cache of both would hold too many keys.)"""
+    model = make_hooked() if arch == "hooked" else hugging_face(arch, use_cache=False)
+    layers = model.get_submodule(path)
     layers[1] = layers[0]
-    return model
-
-
-@pytest.mark.parametrize("arch", ["hooked", "gpt2", "llama", "neox"])
-def test_a_block_that_runs_twice_is_refused_by_name(arch: str) -> None:
-    model = block_twice(arch)
     for call in (find_norms, linearized.sigmas, ln_probe.attribute_logits, ln_probe.analyze):
         with pytest.raises(NormError, match=r"blocks\.[01]\.ln1 runs more than once"):
             call(model, *([IDS] if call is not find_norms else []))
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "stablelm-parallel"])
-def test_norms_without_hook_points_are_named(arch: str) -> None:
-    """Inside MLPs (NormFormer, SoLU with a class of its own) and of queries and keys: no edit reaches them."""
-    original, name = hugging_face(arch), "blocks.0.self_attn.q_layernorm"
-    if arch != "stablelm-parallel":
-        blocks, name = (original.model.layers, "act_fn") if arch == "llama" else (original.transformer.h, "act")
-        for block in blocks:
-            setattr(
-                block.mlp,
-                name,
-                torch.nn.Sequential(torch.nn.SiLU(), torch.nn.LayerNorm(80 if arch == "llama" else 128)),
-            )
-        name = f"blocks.0.mlp.{name}.1"
+@pytest.mark.parametrize(("arch", "place", "width", "name"), [
+    ("llama", "model.layers.0.mlp.act_fn", 80, "blocks.0.mlp.act_fn.1"),  # as NormFormer has it
+    ("gpt2", "transformer.h.0.mlp.act", 128, "blocks.0.mlp.act.1"),
+    ("stablelm-parallel", "", 0, "blocks.0.self_attn.q_layernorm"),
+])  # fmt: skip
+def test_norms_without_hook_points_are_named(arch: str, place: str, width: int, name: str) -> None:
+    original = hugging_face(arch)
+    if place:
+        original.set_submodule(place, torch.nn.Sequential(torch.nn.SiLU(), torch.nn.LayerNorm(width)))
     for edit in (lambda: without(original, "scaling", sites="all", scale=1.0), lambda: linearized(original)):
         with pytest.warns(UserWarning, match=name), edit():
             pass
@@ -160,43 +140,21 @@ def test_single_readers_with_an_adapter_are_refused(arch: str, letter: str) -> N
         model(IDS)
 
 
-def test_a_norm_that_a_bridge_cannot_edit_is_named() -> None:
-    original = hugging_face("llama")
-    original.model.norm = torch.nn.RMSNorm(32, elementwise_affine=False)
-    with pytest.raises(NormError, match="does not run"):
-        find_norms(original)
-
-
-# ------------------------------------------------------------------------ dictionaries in training mode (SAELens #178)
-
-
-class Dictionary(torch.nn.Module):
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer, self.W_dec = layer, torch.nn.Parameter(torch.randn(64, 32))
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.layer((x @ self.W_dec.T).flatten(0, -2)).view(*x.shape[:-1], 64).relu()
-
-    def decode(self, active: Tensor) -> Tensor:
-        return active @ self.W_dec
-
-
 @pytest.mark.parametrize("layer", [torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(64)])
 def test_a_dictionary_in_training_mode_is_that_of_evaluation(layer: torch.nn.Module) -> None:
-    sae, x = Dictionary(layer), torch.randn(1, 5, 32)
+    x, W = torch.randn(5, 32), torch.randn(64, 32)
+    sae: Any = torch.nn.Sequential(torch.nn.Linear(32, 64), layer)
+    sae.W_dec, sae.encode, sae.decode = W, lambda x: sae(x).relu(), lambda active: active @ W
     active = Features.of(sae, {"blocks.0.hook_resid_pre": x}, "blocks.0.hook_resid_pre").activations
     assert sae.training
     assert torch.equal(active, sae.eval().encode(x))
-    sae.encode = lambda x: torch.nn.functional.dropout(x @ sae.W_dec.T)
+    sae.encode = lambda x: torch.nn.functional.dropout(x @ W.T)
     with pytest.raises(AttributionError, match="two ways"):
         Features.of(sae, {"blocks.0.hook_resid_pre": x}, "blocks.0.hook_resid_pre")
 
 
-# ------------------------------------------------- no effect is not significant (float32 sums round in one direction)
-
-
 def test_a_head_that_writes_nothing_has_no_effect() -> None:
+    """Float32 sums of losses round in one direction (pytorch #113708)."""
     original = hugging_face("gpt2", vocab_size=4000)
     with torch.no_grad():
         original.transformer.wte.weight.mul_(3)
@@ -207,9 +165,6 @@ def test_a_head_that_writes_nothing_has_no_effect() -> None:
     row = report.tables["head_effects"].iloc[0]
     assert row.p == 1.0
     assert row.delta_loss == pytest.approx(0.0, abs=1e-8)
-
-
-# ------------------------------------------------------------------- one error, and the tables of all others are there
 
 
 @pytest.mark.parametrize(("arch", "option"), [("mistral", "sliding_window"), ("neo", "window_size")])
@@ -236,9 +191,6 @@ def test_an_error_in_a_picture_loses_no_table(tmp_path: Path, monkeypatch: pytes
     assert "'depth' failed: ZeroDivisionError" in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
-# ---------------------------------------- prompts (transformers #17444, TransformerLens #369 and #1609, datasets #1913)
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """Words w3 to w49; it begins every text with <s>, as Llama's."""
@@ -253,9 +205,10 @@ def intact_loss(model: Any, prompts: Any) -> float:
     return float(row.loss - row.delta_loss)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_padding_in_any_form_is_no_text(arch: str, tokenizer: Any) -> None:
-    """The loss of each text alone, in float64; positions of a padded row begin at its first token."""
+@pytest.mark.parametrize(("arch", "side"), [("llama", "left"), ("gpt2", "right"), ("gpt2", "left")])
+def test_padding_in_any_form_is_no_text(arch: str, side: str, tokenizer: Any) -> None:
+    """The loss of each text alone, in float64 (transformers #17444, TransformerLens #369 and #1609)."""
+    tokenizer.padding_side = side
     texts, original = ["w5 w9 w12", "w7 w8 w30 w31 w44 w4"], hugging_face(arch).double()
     rows = [torch.tensor([tokenizer(text).input_ids]) for text in texts]
     with torch.no_grad():
@@ -304,11 +257,8 @@ def test_a_file_is_read_as_it_is(name: str, begin: bytes, end: bytes, tmp_path: 
         assert intact_loss(model, prompts) == pytest.approx(float(expected), rel=1e-5)
 
 
-# ---------------------------------------------- norms that hooks do not show as they are (nano-vllm #170, StableLM 2)
-
-
 def test_a_norm_that_writes_over_its_input_is_refused() -> None:
-    """After it, its input has RMS 1, whatever it was."""
+    """After it, its input has RMS 1, whatever it was (nano-vllm #170)."""
     model = hugging_face("llama")
     norm = model.model.norm
 
@@ -347,9 +297,9 @@ def test_a_report_can_be_printed_on_any_console(encoding: str, monkeypatch: pyte
         print(value, repr(value))
 
 
-@pytest.mark.parametrize("arch", ["falcon-40b", "gpt-bigcode-many-keys"])
+@pytest.mark.parametrize("arch", ["falcon-40b", "gpt-bigcode-many-keys", "nanochat"])
 def test_errors_of_the_library_around_a_model_name_it(arch: str) -> None:
-    with pytest.raises(ValueError, match="bridge"):
+    with pytest.raises(ValueError, match=r"[Bb]ridge"):
         ln_probe.attribute_logits(hugging_face(arch), IDS)
 
 
