@@ -158,7 +158,7 @@ def about(seconds: float) -> str:
     return f"about {step * round(seconds / step)} s"
 
 
-# ---------------------------------------------------------------------------------------------- processes and threads
+# -------------------------------------------------------- processes and threads
 
 
 def follow_parent() -> None:

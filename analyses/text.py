@@ -94,7 +94,7 @@ def step_named(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-# ------------------------------------------------------------------------------------------------ arguments of users
+# ----------------------------------------------------------- arguments of users
 
 
 def received(value: object) -> str:
@@ -113,7 +113,7 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} must be True or False, got {received(value)}")
 
 
-# -------------------------------------------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------ files
 
 
 class FileError(ValueError):

@@ -138,7 +138,7 @@ def _written(model: HookedModel, source: Source, shown: Tensor) -> Float[Tensor,
     return out if bias is None else out + bias
 
 
-# ---------------------------------------------------------------------------------------- of what the stream is a sum
+# -------------------------------------------------- of what the stream is a sum
 
 Expression = Mapping[Source, float]
 
@@ -273,7 +273,7 @@ def outside_attention(norms: Sequence[Norm]) -> list[Norm]:
     return [n for n in norms if n.reads not in ("query", "key") and not n.is_identity]
 
 
-# ---------------------------------------------------------------------------------------- readings of the stream
+# ------------------------------------------------------- readings of the stream
 
 
 @dataclass(frozen=True, eq=False)

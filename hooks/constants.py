@@ -153,7 +153,7 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
 
-# ---------------------------------------------------------------------------------------- loss-optimal constants
+# ------------------------------------------------------- loss-optimal constants
 
 # A fit has converged where no derivative of the mean loss by the logarithm of a constant is larger, in nats/token: a
 # change of any constant by 1 % then changes the loss by less than 1e-6. In float32, rounding leaves derivatives of

@@ -325,7 +325,7 @@ def _by_norm(
     return by_norm
 
 
-# ---------------------------------------------------------------------------------------- linearized
+# ------------------------------------------------------------------- linearized
 
 Sigma = str | Mapping[str, Float[Tensor, "*_"]]
 
@@ -415,7 +415,7 @@ def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, Mapping[str, Te
     return _Choice(hooked, structure, "", every, linear), given
 
 
-# ---------------------------------------------------------------------------------------- the same as hooks
+# ------------------------------------------------------------ the same as hooks
 
 FwdHooks = list[tuple[str, Callable[..., Any]]]
 

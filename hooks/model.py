@@ -312,7 +312,7 @@ def logit_factor(model: HookedModel) -> float:
     return factor
 
 
-# ---------------------------------------------------------------------------------------- Hugging Face models in memory
+# ------------------------------------------------ Hugging Face models in memory
 
 # Largest difference of logits between an original and its TransformerLens model, relative to the largest logit.
 # Rounding makes 1e-6 (1e-5 where scores are large), a wrong rotary base or mask 1e-3 and more. In half precision only
@@ -423,7 +423,7 @@ def relative_difference(values: Float[Tensor, "*shape"], reference: Float[Tensor
     return math.inf if math.isnan(difference) or math.isnan(scale) else difference / (scale or 1.0)
 
 
-# ---------------------------------------------------------------------------------------- small helpers
+# ---------------------------------------------------------------- small helpers
 
 
 def whole_number(value: object, what: str, least: int | None = None, error: type[Exception] = ValueError) -> int:

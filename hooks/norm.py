@@ -321,7 +321,7 @@ class UnknownNormError(NormError):
     """A module that stands where a norm would, and whose formula is none that ln_probe knows."""
 
 
-# ---------------------------------------------------------------------------------------- identify the formula
+# --------------------------------------------------------- identify the formula
 
 # Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
 # GPT-2-shaped models) and 1e-2 in bf16; an eps of 0.001 that is added to the root instead of under it, 1e-3.

@@ -56,7 +56,7 @@ class LostEditError(InterventionError):
     """An edit that does not reach what the model computes (names the norm)."""
 
 
-# ---------------------------------------------------------------------------------------- positions
+# -------------------------------------------------------------------- positions
 
 
 class Positions:
@@ -166,7 +166,7 @@ def _is_checkpointed() -> bool:
     return frame is not None
 
 
-# ---------------------------------------------------------------------------------------- edits of one norm
+# ------------------------------------------------------------ edits of one norm
 
 
 class Edit:
@@ -329,10 +329,7 @@ class NormEdit(Edit):
 
 
 def _by_row(values: Float[Tensor, "row n"], like: Tensor) -> Tensor:
-    """Return values of each row in a shape that broadcasts to a norm's input.
-
-    Its first axis is the batch, or the batch and what is flattened into it.
-    """
+    """Return values of each row in a shape that broadcasts to a norm's input, of which a batch of rows may be flat."""
     if len(values) > 1:
         values = values.repeat_interleave(like.shape[0] // len(values), dim=0)
     return values.view(len(values), *[1] * (like.ndim - 2), values.shape[-1])
@@ -376,7 +373,7 @@ class LinearEdit(Edit):
         return linear if self.given is not None else (linear - linear.detach()) + y.detach()
 
 
-# ---------------------------------------------------------------------------------------- for some readers alone
+# ------------------------------------------------------- for some readers alone
 
 
 class HeadEdit(NormEdit):
@@ -474,7 +471,7 @@ def z_of(
     return outputs[0]
 
 
-# ---------------------------------------------------------------------------------------- on a model
+# ------------------------------------------------------------------- on a model
 
 
 @contextmanager

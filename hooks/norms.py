@@ -95,7 +95,7 @@ def layers_in_words(layers: Sequence[int]) -> str:
     return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
 
 
-# ---------------------------------------------------------------------------------------- cached by structure
+# ---------------------------------------------------------- cached by structure
 
 
 @dataclass(eq=False)
@@ -140,7 +140,7 @@ def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object,
     return tuple(values)
 
 
-# ---------------------------------------------------------------------------------------- the short pass
+# --------------------------------------------------------------- the short pass
 
 
 def _survey(model: HookedModel) -> Structure:

@@ -33,7 +33,7 @@ from ln_probe.hooks.model import (
     vocabulary_size,
 )
 
-# ---------------------------------------------------------------------------------------- token ids
+# -------------------------------------------------------------------- token ids
 
 Rows = Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -149,7 +149,7 @@ def unpadded_rows(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]
     return rows
 
 
-# ---------------------------------------------------------------------------------------- default prompts
+# -------------------------------------------------------------- default prompts
 
 MAX_TOKENS = 512  # longer texts are cut
 CALIBRATION, MEASURED = "calibration", "measured"
@@ -199,7 +199,7 @@ def default_tokens(model: HookedModel, split: str = MEASURED) -> list[Int[Tensor
     return [encode(model, text)[:limit] for text in bundled_texts(split)]
 
 
-# ---------------------------------------------------------------------------------------- the loss
+# --------------------------------------------------------------------- the loss
 
 # From the model's output and the token ids [batch pos] to the mean loss of each prompt [batch]; lower is better.
 Loss = Callable[[Any, Tensor], Tensor]

@@ -87,7 +87,7 @@ lab = typer.Typer(help="Experiments that train small models from scratch.", no_a
 app.add_typer(lab, name="lab")
 
 
-# ---------------------------------------------------------------------------------------------------- single values
+# ---------------------------------------------------------------- single values
 
 
 def _file(text: str) -> Path:
@@ -192,7 +192,7 @@ AllowPickle = Annotated[bool, _running("Read .bin and .pt weights (weights_only)
 Quiet = Annotated[bool, _running("No progress.", "--quiet")]
 
 
-# -------------------------------------------------------------------------------------------------------- commands
+# --------------------------------------------------------------------- commands
 
 
 @app.callback(invoke_without_command=True)

@@ -188,7 +188,7 @@ def analyze(
     return replace(report, notes=(*report.notes, *([TRAINING] if was_training else [])))
 
 
-# -------------------------------------------------------------------------------------------------------- the report
+# ------------------------------------------------------------------- the report
 
 
 def assemble(

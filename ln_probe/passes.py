@@ -50,7 +50,7 @@ CENTRED = (
 FINISH_S = 1.5  # of processor time behind the second pass: statistics and the page, in the bundled models
 _STREAM = "stream"  # the kind of work that probes of norms and attention share
 
-# ------------------------------------------------------------------------------------------------------------ batches
+# ---------------------------------------------------------------------- batches
 
 
 def batch_sizes(
@@ -89,7 +89,7 @@ def batches(
         first = end
 
 
-# --------------------------------------------------------------------------------------------------------- first pass
+# ------------------------------------------------------------------- first pass
 
 
 def check_finite(model: HookedModel, tokens: Int[Tensor, " pos"]) -> None:
@@ -170,7 +170,7 @@ def _sigma_sums(norm: Norm, x: Float[Tensor, "pos d"], heads: int) -> tuple[tupl
     return (float(sigma[:heads].sum()), float(sigma[heads:].sum())), (heads, len(sigma) - heads)
 
 
-# -------------------------------------------------------------------------------------------------------- second pass
+# ------------------------------------------------------------------ second pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +257,7 @@ def second_pass(
     return {w.probe.name: w.results() for w in every}
 
 
-# ------------------------------------------------------------------------------------- prompts, norms and constants
+# ------------------------------------------------- prompts, norms and constants
 
 
 def measure_norms(

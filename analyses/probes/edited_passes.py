@@ -113,7 +113,7 @@ class Silent(Observer):
         return ProbeResults(notes=[self.note])
 
 
-# ------------------------------------------------------------------------------------------------- passes of a prompt
+# ----------------------------------------------------------- passes of a prompt
 
 
 class EditedPasses:
@@ -336,7 +336,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             module.__dict__["forward"] = before
 
 
-# ---------------------------------------------------------------------------------------------------- plain attention
+# -------------------------------------------------------------- plain attention
 
 # Logits computed here may differ from the model's by this many units in the last place of the largest, times √d_model.
 _UNITS = 16.0
@@ -431,7 +431,7 @@ def _attention(
     return torch.cat(outputs, dim=2)
 
 
-# -------------------------------------------------------------------------------------------------------- unembedding
+# ------------------------------------------------------------------ unembedding
 
 # Logits that are processed together: 6 MB, which stay in the cache; on a GPU, 800 MB.
 _LOGITS, _GPU_LOGITS = 1_500_000, 200_000_000

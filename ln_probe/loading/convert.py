@@ -58,7 +58,7 @@ def has_hooked_transformer() -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------ Hugging Face models
+# ---------------------------------------------------------- Hugging Face models
 
 
 def into_transformer_lens(
@@ -210,7 +210,7 @@ def settle_tokenizer(model: Any, original: Any, d_vocab: int) -> tuple[str, ...]
     return ("the tokenizer has no begin or end mark: none is put before a text by default",)
 
 
-# --------------------------------------------------------------------------------------------------------- lab models
+# ------------------------------------------------------------------- lab models
 
 
 def lab_model(trained: LabTransformer, source: ModelSource, world: World | None) -> nn.Module:

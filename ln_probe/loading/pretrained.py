@@ -46,7 +46,7 @@ NO_HEAD = "the folder holds no language-model head"  # the beginning of the note
 _OTHER_TASK = re.compile(r"For(?!CausalLM|MaskedLM|PreTraining|ConditionalGeneration)[A-Z]\w*$")
 
 
-# ------------------------------------------------------------------------------------------------------------ the hub
+# ---------------------------------------------------------------------- the hub
 
 
 @cache
@@ -164,7 +164,7 @@ def _unknown(name: str, also: Iterable[str] = ()) -> ValueError:
     return ValueError(f"there is no model {name!r:.80}: {advice} (ln-probe models lists them)")
 
 
-# ------------------------------------------------------------------------------------------------ folders and files
+# ------------------------------------------------------------ folders and files
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
         yield "unknown", "grey: not measured"
 
 
-# --------------------------------------------------------------------------------------- the attention of one head
+# ---------------------------------------------------- the attention of one head
 
 
 class Picture:
@@ -305,7 +305,7 @@ def axis_label(token: str) -> str:
     return shortened(visible(token), TOKEN_LENGTH).partition("… (")[0].translate(_LOOKALIKES)
 
 
-# ------------------------------------------------------------------------------ the attention of all heads of a layer
+# ---------------------------------------- the attention of all heads of a layer
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -87,7 +87,7 @@ class Figure(matplotlib.figure.Figure):
         return buffer.getvalue(), {"width": width, "height": height}
 
 
-# ------------------------------------------------------------------------------------------------ changes of the loss
+# ---------------------------------------------------------- changes of the loss
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def _finish_rows(figure: Figure, axes: mpl.axes.Axes, unit: str, keys: Sequence[
         figure.legend(handles=handles, frameon=False, fontsize=SMALLEST, loc="outside lower left", ncols=2)
 
 
-# ------------------------------------------------------------------------------------------------------ over the depth
+# --------------------------------------------------------------- over the depth
 
 
 def norms_over_depth(report: Report) -> Figure:
@@ -372,7 +372,7 @@ def axis_text(text: str) -> str:
     return disarmed(cut).replace("\n", " ").replace("$", r"\$")
 
 
-# ----------------------------------------------------------------------------------------------------------------- SVG
+# -------------------------------------------------------------------------- SVG
 
 
 def described(draw: Callable[..., Any]) -> Iterator[str]:
