@@ -22,7 +22,6 @@ from typer.main import get_command
 import ln_probe
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Experiment, Request
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.probes import BUILT_IN
 from ln_probe.cli import app
 
 OPTIONS = ["from", "checkpoints", "prompts", "max-prompts", "max-tokens", "groups", "loss", "probes", "layers"]
@@ -167,11 +166,6 @@ def test_help_breaks_between_words(words: list[str], columns: int, monkeypatch: 
     assert max(map(len, printed.splitlines())) <= columns
     wide = {word for parameter in get_command(app).commands["report"].params for word in parameter.help.split()}
     assert words != ["report"] or wide <= set(printed.replace("│", " ").split())
-
-
-def test_help_names_the_probes() -> None:
-    printed, _ = ends(0, "report", "--help")
-    assert all(f"{name}:" in printed for name in BUILT_IN)
 
 
 @pytest.mark.parametrize("words", [["lab", "list"], ["models"]])
