@@ -12,7 +12,7 @@ from ln_probe.analyses.attribution import attribute_logits, attribute_scores
 from ln_probe.analyses.attribution.logits import TERMS
 from ln_probe.hooks import find_norms, without
 
-TOKENS = torch.arange(1, 11)
+TOKENS = torch.arange(2, 12)  # (1 is OPT's padding)
 HEAD = {"layer": 1, "head": 2, "query": 7}
 
 
