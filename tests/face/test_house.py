@@ -128,13 +128,3 @@ def test_no_imports_in_circles(arrows: dict[str, set[str]]) -> None:
     assert "ln_probe.report" in drawn
     assert all(name.startswith("ln_probe.analyses.probes.") for name in probes)
     assert {name for name in drawn if floor(name) < len(FLOORS) or ".loading" in name} == set()
-
-
-def test_folders_do_not_import_each_other(arrows: dict[str, set[str]]) -> None:
-    """Only `ln_probe` itself, which holds the report and the command line, and its own pages do."""
-    paths = {
-        name: path.resolve().parent.relative_to(PACKAGE.parent.resolve()) for name, path in modules(PACKAGE).items()
-    }
-    between = {(paths[a], paths[b]) for a, into in arrows.items() for b in into}
-    both_ways = {str(b) for a, b in between if a < b and (b, a) in between}
-    assert both_ways == {"ln_probe/page"}
