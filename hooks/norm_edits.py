@@ -135,7 +135,7 @@ class Positions:
             self.is_running = kwargs.get("start_at_layer") is None
             self.is_whole = not is_block and self.is_running and kwargs.get("stop_at_layer") is None
             begin()
-        if module.training and getattr(module, "is_gradient_checkpointing", False):
+        if module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
             warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=2)
         inputs = (*args[:1], *(kwargs.get(name) for name in _INPUTS))
         if (x := next((v for v in inputs if isinstance(v, Tensor) and v.ndim >= 2), None)) is not None:
