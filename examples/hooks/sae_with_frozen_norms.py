@@ -12,4 +12,4 @@ model.add_sae(sae)
 edited = model.run_with_hooks(tokens, fwd_hooks=hooks.edit_hooks(model, "scaling", sites="all", scale=2.0))
 for norm in hooks.find_norms(model):
     norm.module.register_forward_hook(lambda _, x, y, norm=norm: norm.affine(norm.project(x[0]) / 2.0))
-print(f"largest logit {float(edited.max()):.5f}, by hand {float((by_hand := model(tokens)).max()):.5f}")
+print(f"largest logit {edited.max().item():.5f}, by hand {model(tokens).max().item():.5f}")
