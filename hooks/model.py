@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 
+@runtime_checkable  # (tests check annotations as the code runs)
 class HookedModel(Protocol):
     """A TransformerLens model: hook points by name, a config, blocks in a row."""
 
@@ -42,8 +43,7 @@ _MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def check_model(model: object) -> HookedModel:
     """Return a model that hooks can be put on and whose weights can be measured.
 
-    For a Hugging Face model in memory it is a bridge that shares the weights (`wrapped`). Edits of the bridge do not
-    reach the model.
+    For a Hugging Face model in memory it is a bridge (`wrapped`): it shares the weights, edits of it reach it alone.
 
     Raises:
         TypeError: it is something else (says what, and what to pass).
