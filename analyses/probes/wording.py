@@ -19,8 +19,8 @@ from ln_probe.analyses.text import counted, number, percent, signed, visible, wi
 from ln_probe.hooks.norm import EDITS, INTACT, SCALING_FROZEN, Variant
 
 NATS = "nats/token"
-# The smallest change of a loss in nats that is called an effect (1 % of perplexity), and that of one head.
-LEAST_CHANGE, LEAST_HEAD_CHANGE = 0.01, 0.001
+# The smallest change of a loss in nats that is called an effect: 1 % of perplexity.
+LEAST_CHANGE = 0.01
 PRIMARY = "primary"
 PLACES = {"all": "every norm", "attention": "the norms that attention reads"}
 _MOST_STRATA, _COUNTS = 6, {2: "two", 3: "three"}  # books whose means a sentence lists
@@ -177,11 +177,10 @@ def strata_sentence(means: Mapping[str, float]) -> str:
     return STRATA.format(count=_COUNTS.get(len(means), len(means)), means=texts) if means else ""
 
 
-def significant_heads(effects: pd.DataFrame, unit: str = NATS) -> pd.DataFrame:
+def significant_heads(effects: pd.DataFrame) -> pd.DataFrame:
     """Return the heads whose frozen scaling significantly raises the loss, the largest effect first."""
-    least = LEAST_HEAD_CHANGE if unit == NATS else 0.0
     rows = effects[(effects["variant"] == SCALING_FROZEN.name) & (effects["p"] < SIGNIFICANCE)]
-    return rows[rows["delta_loss"] > least].sort_values("delta_loss", ascending=False)
+    return rows[rows["delta_loss"] > 0].sort_values("delta_loss", ascending=False)
 
 
 def heads_unchanged(provenance: Mapping[str, Any]) -> str:
@@ -204,7 +203,7 @@ def _heads(effects: pd.DataFrame, provenance: Mapping[str, Any]) -> Iterator[str
     if rows["p"].isna().all():
         edit = f"Freezing scaling for head {head_name(top)} alone, the largest of {counted(len(rows), 'head')},"
         yield UNTESTED.format(edit=edit, size=signed(float(top["delta_loss"])), unit=unit, prompts=prompts)
-    elif len(significant := significant_heads(effects, unit)):
+    elif len(significant := significant_heads(effects)):
         which = ", ".join(
             f"{head_name(row)} {row['delta_loss']:+.2g}" for _, row in significant.head(_HEADS_NAMED).iterrows()
         )
