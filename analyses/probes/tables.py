@@ -39,7 +39,7 @@ LAYERNORMS = Table(
 HEADS = Table(
     "heads",
     "Heads",
-    "A row per (layer, head, variant), of keys as attention sees them; NaN where nothing bounds the queries.",
+    "A row per (layer, head, variant), of keys as attention sees them; NaN where no norm bounds the queries.",
     ("layer", "head", "variant"),
     {
         "layer": _LAYER,
@@ -62,7 +62,7 @@ HEADS = Table(
 KEYS = Table(
     "keys",
     "Keys",
-    "A row per key, intact and with scaling frozen; NaN where nothing bounds the queries.",
+    "A row per key, intact and with scaling frozen; NaN where no norm bounds the queries.",
     ("layer", "head", "variant", "prompt", "position"),
     {
         "layer": _LAYER,

@@ -51,7 +51,7 @@ KEYS = (
 )
 SINKS = (
     "Sinks at position 0 (over {least} in most prompts): {heads}; "
-    "mean attention: {received} ({uniform} if uniform{frozen}), most: {most}."
+    "mean attention: {received} ({uniform} if uniform{frozen}), largest: {most}."
 )
 OUTLIERS = "Vectors over {ratio:g} times as long as the median token's: {which}."
 UNIFORM = (

@@ -148,7 +148,7 @@ def loss_changes(report: Report) -> Figure:
     """Change of the loss against the intact model, by the term that is removed and from which norms.
 
     Scaling frozen: constants replace sigma. Projection removed: the mean is not subtracted. Lines are 95 % confidence
-    intervals, and ticks the means of single books where the prompts are of several.
+    intervals, ticks the means of the single books (where there are several).
     """
     rows = contrasts(report)
     figure, axes = _rows([(row.label, row.text, row.significant) for row in rows])
