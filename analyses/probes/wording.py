@@ -50,8 +50,8 @@ KEYS = (
     "({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
 )
 SINKS = (
-    "Sinks at position 0 (over {least} in most prompts): {heads}; "
-    "mean attention: {received} ({uniform} if uniform{frozen}), largest: {most}."
+    "Sinks (mostly over {least} of attention to position 0): {heads}; "
+    "mean {received} ({uniform} if uniform{frozen}), largest {most}."
 )
 OUTLIERS = "Vectors over {ratio:g} times as long as the median token's: {which}."
 UNIFORM = (
