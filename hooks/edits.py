@@ -112,7 +112,7 @@ def without(
             "frozen": a norm's mean sigmas in the unedited model, one for position 0 and one for all others.
             "uniform": the second of them everywhere.
             "optimal": the two numbers per norm that minimize the next-token loss with all these norms edited. Fitting
-                takes minutes; a bundled model brings them for "attention" and "all".
+            takes minutes; a bundled model brings them for "attention" and "all".
             A mapping from names of norms to constants, such as `divisors` of what this yields.
             A number: that number everywhere; a change of the loss is then due to a change of size, too.
         tokens: what constants are measured on, [batch pos] or a list of rows. None: the default prompts of `analyze`.
