@@ -349,8 +349,7 @@ def _plus(weight: Tensor, offset: float) -> Tensor:
 def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict[str, Any]:
     """Return the fields of `Norm` that say what a module computes, from its answers to a few vectors of length d.
 
-    Nothing is taken from its class, which a bridge hides: it is the first kind that gives the same answers. A norm of
-    the laboratory declares its kind. Raises NormError.
+    It is the first kind that gives the same answers, or what a norm of the laboratory declares. Raises NormError.
     """
     gain, bias = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
     fields: dict[str, Any] = {"d": d, "has_gain": gain is not None, "has_bias": bias is not None}
@@ -360,9 +359,10 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     noise = torch.randn(len(_SIZES), d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows = torch.cat([torch.tensor(_SIZES)[:, None] * (noise + 1.0), torch.zeros(1, d)])
     rows = rows.to(device_of(model), dtype_of(model) if gain is None else gain.dtype)
-    version, (scale, normalized, out, edited) = rows._version, _answers(module, rows)
-    if rows._version != version:
-        raise NormError(f"{name} changes its input in place, before hooks read it")
+    version, answers = rows._version, _answers(module, rows)
+    if rows._version != version or len(answers) < 4:
+        raise NormError(f"{name} changes its input in place before hooks read it, or does not call its hook points")
+    scale, normalized, out, edited = answers
     is_same = partial(_is_same, SAME_OUTPUT[rows.dtype])
     fields |= {"eps_value": float(scale[-1, 0]) ** 2, "constant_value": float(scale[0, 0])}
     for kind in _KINDS:

@@ -31,11 +31,15 @@ class AttributionError(ValueError):
 
 
 def one_of(**names: Any) -> Any:
-    """Return the value of an argument that has several names, one of which may be given; None if none is."""
+    """Return the value of an argument that has several names, one of which may be given; None if none is.
+
+    A tuple as `pos_slice` is, as in TransformerLens, (start, stop).
+    """
     values = {name: value for name, value in names.items() if value is not None}
     if len(values) > 1:
         raise AttributionError(f"{' and '.join(values)} are two names of one argument: give one")
-    return next(iter(values.values()), None)
+    value = next(iter(values.values()), None)
+    return slice(*value) if "pos_slice" in values and isinstance(value, tuple) else value
 
 
 def contrast_of(positions: Any, target: Any, against: Any, answers: Any, incorrect: Any) -> tuple[Any, Any]:

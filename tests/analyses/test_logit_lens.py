@@ -142,7 +142,7 @@ def test_the_lens_of_an_edited_model(what: str) -> None:
 def test_names_of_transformer_lens() -> None:
     model = make_bridge("gpt2")
     lens = logit_lens(model, TOKENS, [2, 3], target=3, against=4)
-    other = logit_lens(model, TOKENS, pos_slice=slice(2, 4), answer_tokens=3, incorrect_tokens=4)
+    other = logit_lens(model, TOKENS, pos_slice=(2, 4), answer_tokens=3, incorrect_tokens=4)
     assert torch.equal(lens.values, other.values)
     assert lens.table.equals(other.table)
     logits = attribute_logits(model, TOKENS, -1, 3, 4)
