@@ -197,7 +197,7 @@ def _slopes(attn: Any, n_heads: int, divisor: float) -> Iterator[Tensor | None]:
     for form in forms if _has_alibi(attn) else ():
         # Falcon divides the bias with the scores; its eager attention in transformers 5 adds it twice.
         yield from (form, form / divisor, 2 * form / divisor)
-    yield None  # without ALiBi, or with a config that says so of a model that does not do it
+    yield None  # without ALiBi, or where only the config has it and not the model
 
 
 def _geometric(n_heads: int) -> Float[Tensor, " head"]:

@@ -223,7 +223,7 @@ class _End(NamedTuple):
         return read.to(W_U) @ W_U + self.b_U
 
     def form(self, logits: Float64[Tensor, "row _"] | None, read: Float[Tensor, "row _"]) -> tuple[float, float]:
-        """Return the cap and the factor of logits: of those that the config says, what is seen."""
+        """Return the cap and the factor of logits: of those in the config, the ones that the logits show."""
         if logits is None or (not self.cap and self.factor == 1.0):
             return self.cap, self.factor
         plain = self.project(read).to(logits)

@@ -397,7 +397,7 @@ def attention_bounds(space: Space, i: int, u: Floats, radius: float, scratch: Sc
 def keep_attention(
     space: Space, i: int, u: Floats, proof: Floats, radius: float, scratch: Scratch, attention: Attention
 ) -> None:
-    """Keep what two points of the unit ball, brought to a radius, prove, where it is better than what is known."""
+    """Keep the bounds that two points of the unit ball, brought to a radius, prove if they are tighter than before."""
     dim, alike = u.shape[0], True
     into_ball(u, dim)
     into_ball(proof, dim)

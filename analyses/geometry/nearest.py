@@ -82,7 +82,7 @@ TOGETHER, FEW, SHORTER = 3, 8, 0.5
 IDLE, REBUILT, STEPS, VERDICT_STEPS = 3, 5, 40, 10
 
 
-# What is known of each point of the active set, a row of `Room.vectors` each:
+# For each point of the active set, a row of `Room.vectors` each:
 FACTOR = 0  # what the difference is multiplied by
 E = 1  # what the weight counts in the sum of the weights
 WEIGHT = 2
@@ -152,7 +152,7 @@ def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -
 @compiled_part
 def append(room: Room, m: int, dim: int) -> bool:
     """Border the inverse by point `m`, whose column of G is BORDER. False if it is affinely dependent, as every point
-    is on more than `dim` others, whatever rounding leaves of its pivot."""
+    is on more than `dim` others, regardless of what rounding leaves of its pivot."""
     inverse, vectors = room.inverse, room.vectors
     solution, border, work, e = vectors[SOLUTION], vectors[BORDER], vectors[WORK], vectors[E]
     combine(inverse, border, m, m, work)
