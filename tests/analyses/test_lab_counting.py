@@ -80,7 +80,7 @@ def test_exactness_of_known_networks(letters: int) -> None:
     ("lstm", "readout", "layernorm"), *((cell, "gates", "scaling_only") for cell in ("lstm", "gru", "rnn_tanh")),
 ])  # fmt: skip
 def test_a_norm_in_the_cell_by_definition(cell: str, site: str, norm: str) -> None:
-    """The equations of each cell letter by letter, with the laboratory's norm at its place."""
+    """The equations of each cell letter by letter, with the laboratory's norm at its place; values and gradients."""
     torch.manual_seed(0)
     layer = RecurrentConfig(cell, 3, 2, norm=norm, norm_site=site).build().double().layers[0]
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_a_norm_in_the_cell_by_definition(cell: str, site: str, norm: str) -> No
             weight.add_(0.3 * torch.randn_like(weight))
     x = torch.randn(5, 7, 4, dtype=torch.float64)
     w_ih, w_hh, b_ih, b_hh = layer.weights.parameters()
-    h = c = torch.zeros(5, 10, dtype=torch.float64)
+    h, c = states = [torch.zeros(5, 10, dtype=torch.float64)] * 2
     for t in range(7):
         i, r = x[:, t] @ w_ih.T, h @ w_hh.T
         if site == "gates":
@@ -99,16 +99,19 @@ def test_a_norm_in_the_cell_by_definition(cell: str, site: str, norm: str) -> No
             c = keep.sigmoid() * c + put.sigmoid() * new.tanh()
             c = layer.norm_state(c) if site == "state" else c
             h = show.sigmoid() * (layer.norm_state(c) if site == "readout" else c).tanh()
-            continue
-        if cell == "gru":
+        elif cell == "gru":
             (i_r, i_z, i_n), (r_r, r_z, r_n) = i.chunk(3, dim=-1), r.chunk(3, dim=-1)
             z = (i_z + r_z).sigmoid()
             h = z * h + (1 - z) * (i_n + (i_r + r_r).sigmoid() * r_n).tanh()
         else:
             h = (i + r).tanh() if cell == "rnn_tanh" else (i + r).relu()
-        h = layer.norm_state(h) if site == "state" else h
+        h = layer.norm_state(h) if site == "state" and cell != "lstm" else h
+        states.append(h)
+    expected, weights, parameters = torch.stack(states[2:], dim=1), torch.randn(7, 10).double(), [*layer.parameters()]
+    gradients = torch.autograd.grad((expected * weights).sum(), parameters)
     for out in (layer(x), layer.unfused(x)):  # torch's kernel, where there is no norm, and step by step
-        torch.testing.assert_close(out[:, -1], h, rtol=1e-10, atol=1e-10)
+        actual = (out, *torch.autograd.grad((out * weights).sum(), parameters))
+        torch.testing.assert_close(actual, (expected, *gradients), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("cell", ["qrnn", "qrnn f", "qrnn ifo"])
