@@ -1,14 +1,17 @@
 """Recurrent taggers: LSTM, GRU, tanh- and ReLU-RNN, QRNN and QRNN+, with a LayerNorm term inside the cell.
 
-Where the norm stands (`norm_site`): on W_ih x and W_hh h before the gates' nonlinearities ("gates"; Ba, Kiros & Hinton
-2016, equations 20-22), on the LSTM's cell state as the output sees it ("readout"), or on the recurrent state, which is
-replaced by its norm at every step ("state"). Inside a recurrence nothing may shrink or grow the state a little at each
-step, so `projection_only` divides by 1, and a norm on the state has no gain or bias.
+Where the norm stands (`norm_site`):
 
-Torch's kernels run LSTM and Elman layers without a norm. They have no place for one, so a layer with a norm goes step by
-step, in as few operations as possible, and a GRU, whose kernel is slow, trains with one backward loop over Jacobians
-(`_differentiable`). An update with 16 words of 64 letters takes 2 to 5 ms. Cells compiled with numba and gradients by
-hand, in 490 lines, took 2.2 to 2.8 times less for LSTMs and GRUs, and 1.8 to 2.6 for ReLU-RNNs.
+    gates     on W_ih x and W_hh h before the nonlinearities (Ba, Kiros & Hinton 2016, equations 20-22)
+    readout   on the LSTM's cell state as the output sees it
+    state     on the recurrent state, which is replaced by its norm at every step
+
+Inside a recurrence nothing may shrink or grow the state a little at each step, so `projection_only` divides by 1, and a
+norm on the state has no gain or bias.
+
+Torch's kernels have no place for a norm, so a layer with one goes step by step, in as few operations as possible, and
+so does a GRU, whose kernel is slow (`_differentiable`). An update with 16 words of 64 letters takes 2 to 5 ms. Cells
+compiled with numba, with gradients by hand in 490 lines, took 1.8 to 2.8 times less.
 """
 
 from __future__ import annotations
@@ -25,13 +28,12 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import SCALES, Norm
 
-CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn f", "qrnn ifo", "qrnn+")
 QRNN_WINDOW = 2  # of the first layer, 1 above: the default of the library that the published QRNNs came from
 
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """Shape of a recurrent tagger."""
+    """Shape of a recurrent tagger; `cell` is of _KERNELS, or "qrnn", "qrnn f", "qrnn ifo" or "qrnn+"."""
 
     cell: str
     d_vocab: int
@@ -152,7 +154,8 @@ class NormedLayer(nn.Module):
 
     def start(self, batch: int) -> Float[Tensor, "batch memory"]:
         """h and c before the first letter."""
-        return self._tensors()[1].new_zeros(batch, (1 + self._mirrored) * self.cfg.hidden)
+        width = (1 + self._mirrored) * self.cfg.hidden
+        return self._tensors()[1].new_zeros(batch, width)
 
     def inputs(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos gate"]:
         """What the inputs and biases give to the gates: W_ih x, normed if that is the norm's site, and b."""
@@ -167,16 +170,24 @@ class NormedLayer(nn.Module):
 
     def step(self) -> Step:
         """Return what makes h and c (an LSTM's; others leave it alone) of one more letter, given what it adds."""
-        H, W_hh, (_, columns), norm = self.cfg.hidden, self._tensors()[1], self._columns(), self.norm_state
+        H = self.cfg.hidden
+        M = (1 + self._mirrored) * H  # numbers in h and c
+        W_hh, (_, columns) = self._tensors()[1], self._columns()
+        W = F.pad(W_hh.T @ columns, (0, 0, 0, M - H))
+        product = _normed_product(self.norm_recurrent, W_hh)
         eye = torch.eye(H).to(W_hh)
-        half, twice = eye.new_full((H,), 0.5), torch.cat([2 * eye, -2 * eye], dim=1) if self._mirrored else 2 * eye
-        M = twice.shape[1]
-        W, product = F.pad(W_hh.T @ columns, (0, 0, 0, M - H)), _normed_product(self.norm_recurrent, W_hh)
-        state = (lambda h: h) if norm is None else _scaled_pair(norm) if self._mirrored else _normed_product(norm, eye)
-        on_state, activation = self.cfg.norm_site == "state", torch.tanh if self.cfg.cell == "rnn_tanh" else torch.relu
+        half = eye.new_full((H,), 0.5)
+        twice = 2 * torch.cat([eye, -eye][: M // H], dim=1)
+        state: Callable[[Tensor], Tensor] = lambda h: h  # noqa: E731
+        if self.norm_state is not None:
+            state = _scaled_pair(self.norm_state) if self._mirrored else _normed_product(self.norm_state, eye)
+        on_state = self.cfg.norm_site == "state"
+        activation = torch.tanh if self.cfg.cell == "rnn_tanh" else torch.relu
 
         def total(i: Tensor, h: Tensor) -> Tensor:
-            return torch.addmm(i, h, W) if self.norm_recurrent is None else torch.addmm(i, product(h), columns)
+            if self.norm_recurrent is None:
+                return torch.addmm(i, h, W)
+            return torch.addmm(i, product(h), columns)
 
         def lstm(i: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
             gates = torch.sigmoid(total(i, h))
@@ -198,14 +209,15 @@ class NormedLayer(nn.Module):
 
     @property
     def _mirrored(self) -> bool:
-        """Whether h and c are followed by their negatives: those of an LSTM whose c is scaled but not projected."""
-        return self.cfg.cell == "lstm" and self.norm_state is not None and self.norm_state.kind == "scaling_only"
+        """Whether h and c are followed by their negatives: an LSTM's whose c is scaled but not projected."""
+        norm = self.norm_state
+        return self.cfg.cell == "lstm" and norm is not None and norm.kind == "scaling_only"
 
     def _columns(self) -> tuple[Float[Tensor, "gate column"], Float[Tensor, "gate column"]]:
         """Map the gates, as the inputs and as the state give them, to the columns that a step adds up.
 
         An LSTM's new content is doubled: tanh(x) = 2 sigmoid(2x) - 1, so one sigmoid serves all its gates. What
-        multiplies a mirrored c stands twice. A GRU's new content has two columns, as its reset gate scales the state's.
+        multiplies a mirrored c stands twice. A GRU's reset gate scales what the state gives to new content.
         """
         H, W_hh = self.cfg.hidden, self._tensors()[1]
         eye = torch.eye(H).to(W_hh)
@@ -233,7 +245,9 @@ def _differentiable(
     batch, pos, hidden = before.shape
     h = before.flatten(0, 1).requires_grad_()
     after, _ = step(inputs.flatten(0, 1), h, h)
-    rows = [torch.autograd.grad(after, h, unit.expand_as(h), retain_graph=True)[0] for unit in torch.eye(hidden).to(h)]
+    rows: list[Tensor] = []
+    for unit in torch.eye(hidden).to(h):
+        rows += torch.autograd.grad(after, h, unit.expand_as(h), retain_graph=True)
     jacobians = torch.stack(rows, dim=1).view(batch, pos, hidden, hidden).unbind(1)
 
     def through_time(gradient: Tensor) -> Tensor:
@@ -267,7 +281,7 @@ def _normed_product(norm: Norm | None, W: Float[Tensor, "out in"]) -> Callable[[
 
 
 def _scaled_pair(norm: Norm) -> Callable[[Tensor], Tensor]:
-    """Return a function of (x, -x) that scales both: their mean is 0, so LayerNorm, one operation, projects nothing."""
-    w, b = norm.w, norm.b
-    gain, bias = None if w is None else torch.cat([w, w]), None if b is None else torch.cat([b, -b])
+    """Return a function that scales (x, -x): the mean of the pair is 0, so LayerNorm projects nothing."""
+    gain = None if norm.w is None else torch.cat([norm.w, norm.w])
+    bias = None if norm.b is None else torch.cat([norm.b, -norm.b])
     return lambda pair: F.layer_norm(pair, pair.shape[1:], gain, bias, norm.eps)
