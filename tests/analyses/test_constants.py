@@ -69,17 +69,6 @@ def test_constants_are_saved_with_the_report(tmp_path: Path) -> None:
         read.of(5)
 
 
-def test_without_reproduces_each_prompt_with_its_constants() -> None:
-    model = make_bridge("gpt2", torch.float64)
-    report = analyzed(model, TOKENS[:4], probes=["causal"])
-    rows = report.causal_prompts.set_index(["prompt", "sites", "variant"])
-    for prompt, row in enumerate(TOKENS[:4]):
-        with torch.no_grad(), without(model, "scaling", sites="all", scale=report.constants.of(prompt)):
-            edited = float(model(row[None], return_type="loss"))
-        mine = rows.loc[(prompt, "all", "no_scaling")]
-        assert edited == pytest.approx(mine["loss"] + mine["delta_loss"], abs=1e-6)
-
-
 def test_labels_form_groups() -> None:
     model = make_bridge("gpt2")
     constants = analyzed(model, groups=["a", "a", "b", "b", "b"]).constants

@@ -4,7 +4,6 @@ losses of the user's own."""
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,32 +26,6 @@ GEOMETRY = ("decomposition", "selectability", "uniformity")
 def gpt2() -> Any:
     """For tests that change nothing of it."""
     return make_bridge("gpt2")
-
-
-@pytest.mark.slow
-def test_a_report_says_where_it_came_from(capp: Path) -> None:
-    model = ln_probe.load_model(capp)
-    asked = {"max_tokens": 16, "layers": [1], "probes": ("decomposition", "uniformity")}
-    rows = torch.randint(53, (33, 20), generator=torch.Generator().manual_seed(0))
-    rows[32] = rows[0]
-    report = ln_probe.analyze(model, rows, **asked, progress=False)
-    provenance = report.provenance
-    assert provenance["model"]["kind"] == "folder"
-    assert len(provenance["model"]["weights_sha256"]) == 64
-    prompts = provenance["prompts"]
-    assert (prompts["source"], prompts["longest"]) == ("tokens", 16)
-    assert len(prompts["begin"]) == prompts["count"] == 33
-    assert provenance["arguments"]["layers"] == [1]
-    assert set(provenance["constants"]) == {"blocks.1.ln1", "blocks.1.ln2"}
-    about = provenance["calibration"]
-    assert "leave-one-out" in about["constants"]
-    assert about["groups"] == prompts["count"] - 1
-    row = report.layernorms.set_index("site").loc["blocks.1.ln1"]
-    known = provenance["constants"]["blocks.1.ln1"]
-    assert set(known) == {"first", "rest"}
-    assert (known["first"] + 15 * known["rest"]) / 16 == pytest.approx(row["sigma_mean"], rel=1e-9)  # pooled
-    assert set(report.heads["layer"]) == {1}
-    assert any("33 of 33 prompts" in n for n in report.notes)
 
 
 def test_layers_and_heads_are_a_selection_of_the_whole(gpt2: Any) -> None:
@@ -106,29 +79,6 @@ def test_half_precision_is_measured_whole(arch: str, dtype: torch.dtype) -> None
     report = ln_probe.analyze(make_bridge(arch, dtype), torch.arange(1, 21)[None], progress=False)
     assert len(report.heads)
     assert not any("than rounding in" in note for note in report.notes)
-
-
-@pytest.mark.slow
-def test_minilm_is_measured_block_by_block(minilm: Path) -> None:
-    """A real post-norm model: all-MiniLM-L6-v2."""
-    model = ln_probe.load_model(minilm, device="cpu")
-    text = "A key inside the hull of the others cannot be selected by any query, whatever the query is."
-    how: dict[str, Any] = {"probes": GEOMETRY, "progress": False}
-    tokens = model.tokenizer(text, return_tensors="pt")["input_ids"]
-    report = ln_probe.analyze(model, tokens, **how)
-    assert len(report.layernorms) == 13  # the embedding's and two a block: the checkpoint has no head
-    assert any("ln_final" in note for note in report.notes), report.notes
-    assert report.layernorms["reconstruction_error"].max() < 1e-5
-    heads = report.heads
-    assert sorted(set(heads["layer"])) == list(range(6))
-    assert report.provenance["selectability"]["undecided"] == 0
-    assert not any("head space" in n for n in report.notes)
-    _, cache = model.run_with_cache(tokens)
-    for layer in range(6):
-        pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0].double()
-        ratio = torch.special.entr(pattern).sum(-1).mean(-1) / np.log(tokens.shape[1])
-        rows = heads.query(f"layer == {layer} and variant == 'intact'").sort_values("head")
-        np.testing.assert_allclose(rows["entropy_ratio"], ratio, rtol=1e-3)
 
 
 def test_a_model_without_norms_is_reported_as_such() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import ln_probe
 from ln_probe.hooks import find_norms, without
 
 TOKENS = torch.arange(1, 11)[None]
-ROOT = Path(__file__).resolve().parents[2]
 SCALE = {"first": 0.5, "rest": 3.0}
 
 
@@ -38,19 +35,6 @@ def test_a_folded_model_is_told_what_to_load(make: Any) -> None:
     model = folded_in_place(make(), centre=True)
     report = ln_probe.analyze(model, TOKENS, probes="causal", progress=False)
     assert any("from_pretrained_no_processing" in note and "load_model" in note for note in report.notes)
-
-
-def test_no_message_names_a_package_that_is_not_there() -> None:
-    folders = [path for name in ("analyses", "hooks", "ln_probe", "examples") for path in (ROOT / name).rglob("*.py")]
-    for path in (*folders, ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        assert not re.search(r"pip install[^\n`]*\bln[-_]probe", path.read_text(encoding="utf-8")), path
-
-
-def test_the_install_line_says_which_transformer_lens_it_takes() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    line = readme.index("pip install")
-    assert "HookedTransformer" in readme[line : line + 900]
-    assert "TransformerBridge" in readme[line : line + 900]
 
 
 def test_a_logit_lens_by_hand_is_the_one_of_the_recipe() -> None:
