@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ln_probe
+from ln_probe.analyses.geometry import decide
 
 PLAIN = [name for name in FAMILIES if "bias" not in name and "quer" not in name]
 
@@ -50,6 +51,26 @@ def test_neither_order_nor_zero_dimensions_matter(name):
     if name in PLAIN:
         there = geometry_of(Case(np.pad(case.keys, ((0, 0), (1, 3)))))
         assert not len(differing_keys(here, there, np.arange(len(case.keys))))
+
+
+@pytest.mark.parametrize("name", ["normal", "normal, with a bias", "lattice", "through an off-centre query set"])
+def test_large_sets_do_without_a_table_of_products(name, monkeypatch):
+    case = case_of(name)
+    here = geometry_of(case)
+    monkeypatch.setattr(decide, "MOST_PRODUCTS", 8)
+    there = geometry_of(case)
+    assert not len(differing_keys(here, there, np.arange(len(case.keys))))
+    assert here.repaired == there.repaired == 0
+
+
+def test_a_constant_added_to_every_bias_changes_nothing():
+    rng = np.random.default_rng(2)
+    keys, bias = rng.standard_normal((40, 3)), rng.integers(-8, 9, 40) / 4
+    here, there = geometry_of(Case(keys, bias)), geometry_of(Case(keys, bias + 1e14))
+    assert (here.verdict == there.verdict).all()
+    for i in np.flatnonzero(there.verdict == "selectable"):
+        scores = keys @ there.witness(int(i)) + bias
+        assert scores.argmax() == i
 
 
 @pytest.mark.parametrize("name", FAMILIES)
