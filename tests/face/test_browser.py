@@ -21,7 +21,6 @@ from ln_probe.page.page import notebook_cell, report_page
 from ln_probe.report import Report
 
 AXE = os.environ.get("LN_PROBE_AXE", "")  # axe.min.js of the npm package axe-core; .ci/run fetches it
-# A bundle that has nothing but what circuitsvis documents, and React with other names inside.
 WATCH = """() => { const given = CircuitsVis.render; window.drawn = [];
   window.CircuitsVis = { ...CircuitsVis,
     render: (id, what, props) => { drawn.push(props); given(id, what, props); } }; }"""
