@@ -38,20 +38,21 @@ from ln_probe.hooks.model import (
     HookedModel,
     OneLine,
     at_least_float32,
+    attentions,
     check_model,
     edits_on,
     evaluating,
+    facts_of,
     head_count,
     hooks_on,
-    is_hugging_face,
-    n_layers,
+    hugging_face_classes,
     run,
     tensors_in,
     unedited,
 )
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm, is_heads_first
 from ln_probe.hooks.norm_edits import Edit, HeadEdit, InterventionError, LinearEdit, LostEditError, NormEdit, installed
-from ln_probe.hooks.norms import Structure, norms_of, structure_of
+from ln_probe.hooks.norms import Structure, structure_of
 from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded_rows
 
 GROUPS = ("attention", "mlp", "final", "all")
@@ -143,7 +144,7 @@ def without(
         raise InterventionError('scale="optimal" is fitted for all readers of a norm: leave out only and heads')
     choice = _choice(model, what, sites, only, heads)
     norms = _own_norms(model, choice)
-    if choice.heads is not None and is_hugging_face(model):
+    if choice.heads is not None and isinstance(model, hugging_face_classes()):
         raise InterventionError("only and heads are not for a Hugging Face model in memory: ln_probe.load_model it")
     _refuse_twice(norms, linear=False)
     constants = _constants(choice, scale, tokens)
@@ -159,7 +160,10 @@ def without(
     for norm in edited:
         pair = constants[norm.name].pair if norm.name in constants else None
         edit = NormEdit.of(norm, choice.variant, pair, f"without {what!r}")
-        edits.append(edit if choice.heads is None else HeadEdit(edit, choice.letters, choice.heads[norm.name]))
+        if choice.heads is not None:
+            layers, cfg = attentions(choice.model.blocks), choice.model.cfg
+            edit = HeadEdit(edit, choice.letters, choice.heads[norm.name], layers, cfg)
+        edits.append(edit)
     with installed(cast(nn.Module, model), edits):
         yield Intervention(choice.variant, tuple(norm.name for norm in norms), constants, no_ops)
 
@@ -201,7 +205,7 @@ def _choice(
 
 def _own_norms(given: Any, choice: _Choice) -> Sequence[Norm]:
     """Return the norms with the modules to edit: a Hugging Face model's own, not those of its bridge."""
-    if not is_hugging_face(given):
+    if not isinstance(given, hugging_face_classes()):
         return choice.norms
     paths = {module: path for path, module in cast(Any, choice.model).original_model.named_modules()}
     own = {norm.name: paths[cast(Any, norm.module).original_component] for norm in choice.every}
@@ -257,21 +261,22 @@ def _constants(
     frozen = [norm for norm in choice.norms if "scaling" in VARIANTS[choice.variant].effect(norm)]
     if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is none of the norms {some(names)}")
-    rows = [] if tokens is None else unpadded_rows(model, tokens)
+    facts = facts_of(model)
+    rows = [] if tokens is None else unpadded_rows(facts, tokens)
     if rows and max(map(len, rows)) < 2:
         raise ValueError("tokens hold no position besides 0: give at least two positions")
     if not (isinstance(scale, str) and scale in SCALES):
         return given_constants(scale, [norm.name for norm in frozen])
     if scale == OPTIMAL and not rows and choice.variant == SCALING_FROZEN.name:
-        groups: Mapping[str, Mapping[str, Constant]] = bundled_constants(model).get("every", {})
+        groups: Mapping[str, Mapping[str, Constant]] = bundled_constants(facts, model.parameters()).get("every", {})
         if own := next((c for c in groups.values() if set(c) == {norm.name for norm in frozen}), None):
             return own
     if not frozen:
         return {}
-    with unedited(model):
+    with unedited(choice.structure.modules):
         means = mean_sigmas(model, frozen, rows) if rows else default_means(model, choice.every, choice.structure)
         if scale == OPTIMAL:
-            return fit(model, choice.norms, rows or default_tokens(model), start=means, variant=choice.variant)
+            return fit(model, choice.norms, rows or default_tokens(facts), start=means, variant=choice.variant)
     return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
 
 
@@ -307,9 +312,10 @@ def _by_norm(
 ) -> dict[str, dict[int, list[int]]]:
     """Return those heads by the norm that their attention reads, and by block."""
     by_norm: dict[str, dict[int, list[int]]] = {}
+    layers = attentions(model.blocks)
     for layer in sorted({layer for layer, _ in heads}):
         chosen = sorted({head for each, head in heads if each == layer})
-        count = head_count(model, layer) if 0 <= layer < n_layers(model) else 0
+        count = head_count(layers[layer], model.cfg) if layer in layers else 0
         if wrong := [head for head in chosen if not 0 <= head < count]:
             raise InterventionError(f"heads: there is no head {wrong[0]} in a layer {layer} of this model")
         norm = next((n for n in norms if layer in n.attention_layers), None)
@@ -374,7 +380,7 @@ class _Linearized:
             tokens: [pos] or [batch pos]; a ValueError says what is wrong with them.
         """
         hooked = check_model(model)
-        rows, norms = check_tokens(hooked, tokens), norms_of(hooked)
+        rows, norms = check_tokens(facts_of(hooked), tokens), structure_of(hooked).norms
         if len({len(row) for row in rows}) > 1:
             raise ValueError("tokens must be rows of one length")
         sigmas: dict[str, Tensor] = {}

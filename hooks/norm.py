@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from ln_probe.hooks.model import HookedModel, OneLine, at_least_float32, device_of, dtype_of, hooks_on, with_float64
+from ln_probe.hooks.model import OneLine, at_least_float32, hooks_on, with_float64
 
 READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
 
@@ -127,7 +127,7 @@ class Norm(OneLine):
         module: the module to put torch hooks on.
         d: length of its vectors.
         attention_layers: blocks whose attention reads its output; after a post-norm block, the next one.
-        is_identity: whether it stands for the lack of a norm: attention reads the stream itself (`attention_inputs`).
+        is_identity: whether it stands for the lack of a norm: attention reads the stream itself.
         has_gain, has_bias: whether its output is multiplied by its weight, and its bias added.
         gain_offset: what the module adds to its weight to make its gain (Gemma's norms: 1).
         eps_name: the module's attribute that holds eps; empty: `eps_value` is used.
@@ -346,10 +346,13 @@ def _plus(weight: Tensor, offset: float) -> Tensor:
 
 
 @torch.no_grad()
-def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict[str, Any]:
+def formula_of(name: str, module: nn.Module, d: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields of `Norm` that say what a module computes, from its answers to a few vectors of length d.
 
     It is the first kind that gives the same answers, or what a norm of the laboratory declares. Raises NormError.
+
+    Args:
+        device, dtype: of the model; a norm with a gain is tried in the gain's own format.
     """
     gain, bias = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
     fields: dict[str, Any] = {"d": d, "has_gain": gain is not None, "has_bias": bias is not None}
@@ -358,7 +361,7 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     unknown = f"{name} ({type(module).__name__}) is no norm that ln_probe knows"
     noise = torch.randn(len(_SIZES), d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows = torch.cat([torch.tensor(_SIZES)[:, None] * (noise + 1.0), torch.zeros(1, d)])
-    rows = rows.to(device_of(model), dtype_of(model) if gain is None else gain.dtype)
+    rows = rows.to(device, dtype if gain is None else gain.dtype)
     version, answers = rows._version, _answers(module, rows)
     if rows._version != version or len(answers) < 4:
         raise NormError(f"{name} changes its input in place before hooks read it, or does not call its hook points")

@@ -24,13 +24,11 @@ from ln_probe.hooks.model import (
     SAME_LOGITS,
     HookedModel,
     at_least_float32,
-    attentions,
-    blocks,
     child_of,
     edits_on,
     head_count,
     hooks_on,
-    is_hugging_face,
+    hugging_face_classes,
     live_weight,
     register_edit,
     relative_difference,
@@ -62,9 +60,9 @@ class LostEditError(InterventionError):
 class Positions:
     """Which vectors of a norm belong to position 0, which has a constant of its own.
 
-    A norm is given tensors, not positions. While `watch` lasts, hooks on the model and its first block note where each
-    forward pass begins: at position 0, behind a cache of earlier tokens (`generate`), or behind padding on the left. A
-    norm that is called outside a pass, or in a pass that starts at a later layer, has no vector of position 0.
+    A norm is given tensors, not positions. `installed` has the model and its first block tell where each forward pass
+    begins: at position 0, behind a cache of earlier tokens (`generate`), or behind padding on the left. A norm that is
+    called outside a pass, or in a pass that starts at a later layer, has no vector of position 0.
     """
 
     def __init__(self) -> None:
@@ -104,39 +102,17 @@ class Positions:
             first = first.flatten().repeat_interleave(heads)[:, None]
         return first.expand(*x.shape[:-1], 1)
 
-    @contextmanager
-    def watch(
-        self, model: HookedModel | nn.Module, begin: Callable[[], None], end: Callable[[], None]
-    ) -> Iterator[None]:
-        """Note where every forward pass begins; call `begin` then, and `end` after each call of the model."""
-        inner = getattr(model, "base_model" if is_hugging_face(model) else "original_model", None)
-        calls = [m for m in dict.fromkeys((model, inner)) if isinstance(m, nn.Module)]
-        before = [(module, partial(self._enter, begin, False)) for module in calls]
-        before += [(block, partial(self._enter, begin, True)) for block in blocks(model)[:1]]
-        with hooks_on([(cast(nn.Module, model), lambda *_: end())], before), ExitStack() as stack:
-            for module in calls:
-                stack.callback(module.register_forward_hook(partial(self._leave, 1), always_call=True).remove)
-            if (reader := child_of(model, "unembed")) is not None:
-                stack.callback(reader.register_forward_hook(partial(self._leave, 0)).remove)
-            yield
-
-    def _enter(self, begin: Callable[[], None], is_block: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what a call of the model, or of its first block, says of the pass."""
+    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_block: bool) -> bool:
+        """Note what a call of the model, or of its first block, says of the pass; return whether a pass begins."""
         if is_block and not self.depth and _is_checkpointed():
-            return  # (the positions are those of the pass that runs again)
-        if not is_block:
-            names = inspect.signature(module.forward).parameters
-            kwargs = dict(zip(names, args, strict=False)) | kwargs
-            self.depth += 1
+            return False  # (the positions are those of the pass that runs again)
+        self.depth += not is_block
         # The outermost call of the model; or block 0, where HookedTransformer.generate has called `forward` alone.
         begins = self.depth == 0 if is_block else self.depth == 1
         if begins:
             self.begin()
             self.is_running = kwargs.get("start_at_layer") is None
             self.is_whole = not is_block and self.is_running and kwargs.get("stop_at_layer") is None
-            begin()
-        if module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
-            warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=2)
         inputs = (*args[:1], *(kwargs.get(name) for name in _INPUTS))
         if (x := next((v for v in inputs if isinstance(v, Tensor) and v.ndim >= 2), None)) is not None:
             self.shape = tuple(x.shape[:2])
@@ -151,8 +127,9 @@ class Positions:
             self.offset = int(cache.get_seq_length())
         elif entry is not None:
             self.offset = int(entry.past_keys.shape[1])
+        return begins
 
-    def _leave(self, calls: int, *_: object) -> None:
+    def leave(self, calls: int) -> None:
         """Note the end of one call of the model, or of none: of `forward` alone the unembedding is the end."""
         self.depth -= calls
         self.is_running = self.depth > 0
@@ -194,7 +171,7 @@ class Edit:
         yield record_at, record
         yield from self.hooks()
 
-    def install(self, model: HookedModel, stack: ExitStack) -> None:
+    def install(self, stack: ExitStack) -> None:
         """Put the hooks on; `stack` takes them off, whatever else has happened to the hook points."""
         module, points = self.norm.module, self.norm.module._modules
         if "hook_scale" in points:
@@ -383,29 +360,38 @@ class HeadEdit(NormEdit):
         edit: what the readers see of the norm.
         letters: of their hook points, "qkv", or one of them.
         heads: of each block; None: all.
+        attentions: the model's attention layers.
+        cfg: the model's configuration.
     """
 
-    def __init__(self, edit: NormEdit, letters: str, heads: Mapping[int, Sequence[int] | None]) -> None:
+    def __init__(
+        self,
+        edit: NormEdit,
+        letters: str,
+        heads: Mapping[int, Sequence[int] | None],
+        attentions: Mapping[int, nn.Module],
+        cfg: Any,
+    ) -> None:
         super().__init__(edit.norm, edit.variants, edit.constants, edit.label)
-        self.letters, self.heads = letters, heads
+        self.letters, self.heads, self.attentions, self.cfg = letters, heads, attentions, cfg
         self.least_calls = len(self.letters) * len(self.heads)
         self.intact = self.edited = torch.zeros(0)  # the norm's output, and that of the edited norm
 
     def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         return iter(())
 
-    def install(self, model: HookedModel, stack: ExitStack) -> None:
-        super().install(model, stack)
+    def install(self, stack: ExitStack) -> None:
+        super().install(stack)
         stack.callback(self.norm.module.register_forward_hook(self._compute).remove)
-        shortformer = getattr(model.cfg, "positional_embedding_type", "") == "shortformer"
+        shortformer = getattr(self.cfg, "positional_embedding_type", "") == "shortformer"
         for layer, heads in self.heads.items():
+            attn = self.attentions[layer]
             for letter in self.letters:
-                attn = attentions(model)[layer]
                 point, weights = child_of(attn, f"hook_{letter}"), live_weight(attn, f"W_{letter.upper()}")
                 is_mixed = shortformer and letter != "v"  # (it adds positions to what queries and keys read)
                 if point is None or weights is None or weights.ndim < 3 or is_mixed:
                     raise InterventionError(f"block {layer} makes its {letter} of more than one norm's output")
-                hook = partial(self._replace, attn, letter, heads, head_count(model, layer))
+                hook = partial(self._replace, attn, letter, heads, head_count(attn, self.cfg))
                 self._add(point, hook, stack)
 
     def _compute(self, *hook: Any) -> None:
@@ -444,14 +430,13 @@ class HeadEdit(NormEdit):
 
 
 def z_of(
-    model: HookedModel,
-    layer: int,
+    attn: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     read: Float[Tensor, "batch pos d"],
     instead: Float[Tensor, "batch pos d"],
 ) -> Float[Tensor, "batch pos *heads"]:
-    """Return the heads' outputs z of a block if its attention, called with these arguments, read another tensor.
+    """Return the outputs z of an attention layer's heads if it, called with these arguments, read another tensor.
 
     Raises:
         ValueError: it does not read the tensor that is to be replaced, or shows no z.
@@ -464,10 +449,10 @@ def z_of(
     args = [replaced(value) for value in args]
     kwargs = {name: None if name in _CACHES else replaced(value) for name, value in kwargs.items()}
     if not any(value is instead for value in (*args, *kwargs.values())):
-        raise ValueError(f"the attention of block {layer} does not read the output of its norm")
+        raise ValueError("attention does not read the output of its norm")
     outputs: list[Tensor] = []
-    with hooks_on([(z_point(model, layer), lambda *seen: outputs.append(seen[-1]))]):
-        attentions(model)[layer].forward(*args, **kwargs)
+    with hooks_on([(z_point(attn), lambda *seen: outputs.append(seen[-1]))]):
+        attn.forward(*args, **kwargs)
     return outputs[0]
 
 
@@ -480,31 +465,52 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
 
     A pass in which a hook of an edit was not called raises LostEditError.
     """
-    positions, flags = Positions(), _flags(model)
+    positions, cfg = Positions(), getattr(model, "cfg", None)
+    flags = _flags(cfg)
 
     def begin() -> None:
         active = [edit for edit in edits if not edit.suspended]
-        if active and (changed := flags ^ _flags(model)):
+        if active and (changed := flags ^ _flags(cfg)):
             raise active[0].lost(f"cfg.{min(changed)} was changed inside the block")
         for edit in active:
             edit.calls = 0
 
-    def end() -> None:
+    def before_model(module: nn.Module, args: Any, kwargs: Any) -> None:
+        names = inspect.signature(module.forward).parameters
+        if positions.enter(args, dict(zip(names, args, strict=False)) | kwargs, is_block=False):
+            begin()
+        if module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
+            warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=2)
+
+    def before_block(_block: nn.Module, args: Any, kwargs: Any) -> None:
+        if positions.enter(args, kwargs, is_block=True):
+            begin()
+
+    def after_model(*_: object) -> None:
         is_outermost = positions.depth == 1  # (this runs before the depth falls)
-        if not is_outermost or not positions.is_whole:
-            return
-        for edit in edits:
+        for edit in edits if is_outermost and positions.is_whole else ():
             if edit.calls < edit.least_calls and not edit.suspended:
                 raise edit.lost("a pass does not run this norm, or not through its hook points")
 
-    with warnings.catch_warnings(), positions.watch(model, begin, end), ExitStack() as stack:
+    inner = getattr(model, "base_model" if isinstance(model, hugging_face_classes()) else "original_model", None)
+    first_block, reader = getattr(model, "blocks", ())[:1], child_of(model, "unembed")
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", _BRIDGE_RECOMPUTES)
+        stack.callback(cast(nn.Module, model).register_forward_hook(after_model).remove)
+        for module in dict.fromkeys((model, inner)):
+            if isinstance(module, nn.Module):
+                stack.callback(module.register_forward_pre_hook(before_model, with_kwargs=True).remove)
+                leave = module.register_forward_hook(lambda *_: positions.leave(1), always_call=True)
+                stack.callback(leave.remove)
+        for block in first_block:
+            stack.callback(block.register_forward_pre_hook(before_block, with_kwargs=True).remove)
+        if reader is not None:
+            stack.callback(reader.register_forward_hook(lambda *_: positions.leave(0)).remove)
         for edit in edits:
             edit.positions = positions
-            edit.install(cast(HookedModel, model), stack)
+            edit.install(stack)
         yield
 
 
-def _flags(model: object) -> set[str]:
-    cfg = getattr(model, "cfg", None)
+def _flags(cfg: object) -> set[str]:
     return {name for name in _FLAGS if getattr(cfg, name, False)}
