@@ -220,9 +220,10 @@ def fit(
         leaves = {name: constant.pair.requires_grad_() for name, constant in _constants(names, logs).items()}
         total, gradient = 0.0, np.zeros(len(logs))
         for rows in batches:
-            edits = [NormEdit.of(n, variant, leaves.get(n.name)) for n in norms if VARIANTS[variant].effect(n)]
-            with torch.enable_grad(), evaluating(model), installed(model, edits):
-                loss = objective.sums(model(rows, return_type="logits"), rows).sum()
+            with torch.enable_grad(), evaluating(model):
+                edits = [NormEdit.of(n, variant, leaves.get(n.name)) for n in norms if VARIANTS[variant].effect(n)]
+                with installed(model, edits):
+                    loss = objective.sums(model(rows, return_type="logits"), rows).sum()
             slopes = slopes_of(loss, leaves)
             total += float(loss.detach())
             gradient += np.array([slopes[n] for n in names]).ravel()
