@@ -211,10 +211,10 @@ def register_edit(module: nn.Module, edit: Any, stack: ExitStack) -> None:
 @contextmanager
 def unedited(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Run the modules of a model without edits and without hooks of users at hook points: for tokens of ours."""
-    modules = list(modules)
-    edits = [edit for module in modules for edit in _EDITS.get(module, ()) if not edit.suspended]
+    below = set(modules)
+    edits = [edit for module, each in _EDITS.items() if module in below for edit in each if not edit.suspended]
     names = ("_forward_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks")
-    points = [vars(m) for m in modules if vars(m).get("fwd_hooks") or vars(m).get("bwd_hooks")]
+    points = [vars(m) for m in below if vars(m).get("fwd_hooks") or vars(m).get("bwd_hooks")]
     before = [(point, {name: point[name] for name in names}) for point in points]
     try:
         for edit in edits:
