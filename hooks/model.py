@@ -184,12 +184,13 @@ def hooks_on(after: Iterable[Hook] = (), before: Iterable[Hook] = ()) -> Iterato
 
     Hooks get (module, args, kwargs, output), pre-hooks (module, args, kwargs).
     """
-    with ExitStack() as stack:
-        for module, hook in before:
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for module, hook in after:
-            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in before]
+    handles += [module.register_forward_hook(hook, with_kwargs=True) for module, hook in after]
+    try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 # The edits that modules are under (`hooks.edits`).

@@ -362,7 +362,11 @@ def formula_of(name: str, module: nn.Module, d: int, device: torch.device, dtype
     noise = torch.randn(len(_SIZES), d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows = torch.cat([torch.tensor(_SIZES)[:, None] * (noise + 1.0), torch.zeros(1, d)])
     rows = rows.to(device, dtype if gain is None else gain.dtype)
-    version, answers = rows._version, _answers(module, rows)
+    version = rows._version
+    try:
+        answers = _answers(module, rows)
+    except (AttributeError, TypeError) as error:  # (of a bridge's norm without weights)
+        raise UnknownNormError(f"{unknown}: it does not run where hooks edit it ({error})") from error
     if rows._version != version or len(answers) < 4:
         raise NormError(f"{name} changes its input in place before hooks read it, or does not call its hook points")
     scale, normalized, out, edited = answers
@@ -383,18 +387,20 @@ def formula_of(name: str, module: nn.Module, d: int, device: torch.device, dtype
         fields["gain_offset"] = min(outputs, key=lambda more: float((outputs[more] - out).abs().mean()))
         if not is_same(outputs[fields["gain_offset"]], out):
             raise UnknownNormError(f"{unknown}: its output is not gain·normalized + bias")
-    if not is_same(edited, out):
-        raise UnknownNormError(f"{unknown}: it computes something else where a hook edits it")
+        gain = _plus(gain, fields["gain_offset"])
+    if kind != "none" and not is_same(edited, affine(1.5 * normalized, gain, bias)):
+        raise UnknownNormError(f"{unknown}: its output is not what hooks at its hook points make of it")
     return fields
 
 
 def _answers(module: nn.Module, rows: Float[Tensor, "row d"]) -> list[Float64[Tensor, "row _"]]:
-    """Return what a norm shows at `hook_scale` and `hook_normalized`, its output, and that where a hook edits it."""
+    """Return what a norm shows at `hook_scale` and `hook_normalized`, its output, and that of 1.5 × the normalized
+    vectors, which hooks make of them."""
     answers: list[Tensor] = []
-    points = [module.get_submodule(name) for name in ("hook_scale", "hook_normalized")]
-    with hooks_on([(point, lambda *seen: answers.append(seen[-1])) for point in points]):
+    scale, normalized = (module.get_submodule(name) for name in ("hook_scale", "hook_normalized"))
+    with hooks_on([(point, lambda *seen: answers.append(seen[-1])) for point in (scale, normalized)]):
         answers.append(module(rows[None]))
-    with hooks_on([(points[0], lambda *seen: seen[-1].clone())]):
+    with hooks_on([(scale, lambda *seen: 2 * seen[-1]), (normalized, lambda *seen: 3 * seen[-1])]):
         answers.append(module(rows[None]))
     return [with_float64(answer).reshape(len(rows), -1).double() for answer in answers]
 

@@ -14,7 +14,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -153,10 +153,7 @@ def _survey(model: HookedModel, modules: Sequence[nn.Module]) -> Structure:
     # The pass needs gradients, which inference mode would not have. A bridge warns of hooks at its norms.
     with torch.inference_mode(False), evaluating(model), unedited(modules), warnings.catch_warnings(action="ignore"):
         with short.recording(readers):
-            try:
-                logits = model(tokens, return_type="logits")
-            except (AttributeError, TypeError) as error:  # (of a bridge's norm without weights)
-                raise UnknownNormError(f"this model does not run with hooks at its norms: {error}") from error
+            logits = model(tokens, return_type="logits")
         lost, read_by = short.lost(logits), short.readers()
         for name in dict.fromkeys([*short.outputs, *by_name]):
             module = by_name[name]
@@ -230,11 +227,7 @@ class _ShortPass:
         """Record the pass that runs inside the `with` block."""
         after = [(module, partial(self._on_norm, name)) for name, module in self.norms.items()]
         before = [(module, partial(self._on_reader, reader)) for reader, module in readers]
-        with hooks_on(after, before), ExitStack() as stack:
-            for name, module in self.norms.items():
-                point: Any = module.hook_normalized
-                point.add_hook(partial(_add_leaf, self.leaves[name]))
-                stack.callback(point.remove_hooks)
+        with hooks_on(after, before):
             yield
 
     def readers(self) -> dict[str, list[Reader]]:
@@ -266,12 +259,15 @@ class _ShortPass:
                 reasons[name] = unread
         return {name: f"{name}: the edit was lost: {reason}" for name, reason in reasons.items()}
 
-    def _on_norm(self, name: str, _m: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+    def _on_norm(self, name: str, _m: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
         x = tensors_in(args, kwargs)[0].detach()
         first = self.inputs.setdefault(name, x)
         if first is not x and not torch.equal(first.nan_to_num(), x.nan_to_num()):
             raise NormError(f"{name} runs more than once in a pass, on different vectors")
-        self.outputs.setdefault(name, []).append(output.detach())
+        self.leaves[name].append(torch.zeros_like(output, requires_grad=True))
+        changed = output + self.leaves[name][-1]
+        self.outputs.setdefault(name, []).append(changed.detach())
+        return changed
 
     def _on_reader(self, reader: Reader, _m: nn.Module, args: Any, kwargs: Any) -> None:
         self.read.setdefault(reader, []).extend(t.detach() for t in tensors_in(args, kwargs))
@@ -286,11 +282,6 @@ class _ShortPass:
         flat = [t.flatten() for t in inputs]
         flat_outputs = {name: outputs[0].flatten() for name, outputs in outside.items()}
         return [name for name, output in flat_outputs.items() if any(torch.equal(t, output) for t in flat)]
-
-
-def _add_leaf(leaves: list[Tensor], value: Tensor, hook: Any) -> Tensor:
-    leaves.append(torch.zeros_like(value, requires_grad=True))
-    return value + leaves[-1]
 
 
 def _reading(
