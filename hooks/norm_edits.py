@@ -375,14 +375,14 @@ class HeadEdit(NormEdit):
         super().__init__(edit.norm, edit.variants, edit.constants, edit.label)
         self.letters, self.heads, self.attentions, self.cfg = letters, heads, attentions, cfg
         self.least_calls = len(self.letters) * len(self.heads)
-        self.intact = self.edited = torch.zeros(0)  # the norm's output, and that of the edited norm
+        self.y = torch.zeros(0)  # what the norm's running call puts out for its other readers
 
     def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         return iter(())
 
     def install(self, stack: ExitStack) -> None:
         super().install(stack)
-        stack.callback(self.norm.module.register_forward_hook(self._compute).remove)
+        stack.callback(self.norm.module.register_forward_hook(self._record_output).remove)
         shortformer = getattr(self.cfg, "positional_embedding_type", "") == "shortformer"
         for layer, heads in self.heads.items():
             attn = self.attentions[layer]
@@ -394,12 +394,8 @@ class HeadEdit(NormEdit):
                 hook = partial(self._replace, attn, letter, heads, head_count(attn, self.cfg))
                 self._add(point, hook, stack)
 
-    def _compute(self, *hook: Any) -> None:
-        if not self.suspended:
-            linear = edit_on(self.norm.module, LinearEdit)
-            sigma = None if linear is None else linear.sigma(self.x)
-            self.intact = hook[-1].detach()
-            self.edited = self.output(self.x, sigma).to(self.intact.dtype)
+    def _record_output(self, *hook: Any) -> None:
+        self.y = hook[-1]
 
     def _replace(
         self, attn: nn.Module, letter: str, heads: Sequence[int] | None, queries: int, value: Tensor, hook: Any
@@ -411,22 +407,54 @@ class HeadEdit(NormEdit):
         assert W is not None
         out = value if value.ndim == 4 else value.unflatten(-1, (-1, W.shape[-1]))
         own = out.shape[2]  # fewer heads of keys and values than of queries, where these share them
-        if self.edited.ndim != 3 or self.edited.shape[:2] != out.shape[:2]:
+        if self.y.ndim != 3 or self.y.shape[:2] != out.shape[:2]:
             raise self.lost("attention reads it split by head")
         # A bridge shows the weights of a shared key once for each of its queries.
-        weight, bias = W[:: len(W) // own].transpose(1, 2).flatten(0, 1), None
-        if b is not None:
-            biases = b.view(-1, W.shape[-1])
-            bias = biases[:: max(1, len(biases) // own)].flatten()
-        intact, columns = (F.linear(y.to(W.dtype), weight, bias).view_as(out) for y in (self.intact, self.edited))
-        if not relative_difference(intact.detach(), out.detach()) <= SAME_LOGITS[out.dtype]:
+        weight = W[:: len(W) // own].transpose(1, 2).flatten(0, 1)
+        biases = weight.new_zeros(1, W.shape[-1]) if b is None else b.view(-1, W.shape[-1])
+        bias = biases[:: max(1, len(biases) // own)].expand(own, -1).flatten()
+        if (columns := self._columns(out.flatten(2), weight, bias)) is None:
             raise self.lost(f"{hook.name} shows more than W_{letter.upper()} of its output: edit the whole norm")
-        columns = columns.to(out.dtype)
+        columns = columns.view_as(out).to(out.dtype)
         if heads is not None:
             is_chosen = torch.zeros(own, dtype=torch.bool, device=out.device)
             is_chosen[[head * own // queries for head in heads]] = True
             columns = torch.where(is_chosen[:, None], columns, out)
         return columns.reshape(value.shape)
+
+    def _columns(
+        self, out: Float[Tensor, "batch pos wide"], weight: Float[Tensor, "wide d"], bias: Float[Tensor, " wide"]
+    ) -> Float[Tensor, "batch pos wide"] | None:
+        """Return what a linear map reads of the edited norm; None where `out` is not what it reads of the intact one.
+
+        With gain g and bias b, the edited norm puts out r (y - b) + m g + b, where y is the intact output, and r and m
+        are numbers of each vector. So the map gives a + r (out - a) + m W g, with a what it makes of b: no product of
+        matrices. Where a hook of a user has changed y, or in 16 bits, the edited output goes through the map.
+
+        That `out` is a product is checked on one random vector (Freivalds 1977).
+        """
+        norm, x, linear = self.norm, self.x, edit_on(self.norm.module, LinearEdit)
+        random = torch.randn(len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+        with torch.no_grad():
+            read, shown = random @ weight, out.to(weight.dtype) @ random - bias @ random
+        tolerance = SAME_LOGITS[out.dtype]
+        if linear is None and x.dtype == out.dtype == weight.dtype == at_least_float32(x).dtype:
+            gain, shift = norm.gain_and_bias()
+            gain = torch.ones_like(x[0, 0]) if gain is None else gain.to(x)
+            shift = torch.zeros_like(x[0, 0]) if shift is None else shift.to(x)
+            sigma = norm.sigma(x)
+            with torch.no_grad():
+                own = x @ norm.project(gain * read) / sigma[..., 0] + shift @ read
+            if relative_difference(own, shown) <= tolerance:
+                divisor = sigma if self.constants is None else self._divisor(x)
+                columns = torch.lerp(weight @ shift + bias, out, sigma / divisor)
+                if self.adds_mean is not None:
+                    columns = columns + x.mean(-1, keepdim=True) / divisor * (weight @ gain)
+                return columns
+        if not relative_difference(self.y.detach().to(weight.dtype) @ read, shown) <= tolerance:
+            return None
+        edited = self.output(x, None if linear is None else linear.sigma(x)).to(self.y.dtype)
+        return F.linear(edited.to(weight.dtype), weight, bias)
 
 
 def z_of(

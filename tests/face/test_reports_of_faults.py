@@ -299,7 +299,7 @@ def test_a_report_can_be_printed_on_any_console(encoding: str, monkeypatch: pyte
         print(value, repr(value))
 
 
-@pytest.mark.parametrize("arch", ["falcon-40b", "gpt-bigcode-many-keys", "nanochat"])
+@pytest.mark.parametrize("arch", ["falcon-40b", "gpt-bigcode-many-keys"])
 def test_errors_of_the_library_around_a_model_name_it(arch: str) -> None:
     with pytest.raises(ValueError, match=r"[Bb]ridge"):
         ln_probe.attribute_logits(hugging_face(arch), IDS)
