@@ -35,7 +35,6 @@ from ln_probe.hooks.model import (
     run,
     tensors_in,
     unedited,
-    unembedding,
     weight_of,
     with_float64,
 )
@@ -325,7 +324,7 @@ def record(
 
     inputs = {norm.name: norm.module for norm in outside_attention(norms)}
     inputs |= {f"blocks.{layer}": block for layer, block in enumerate(model.blocks)}
-    if (reader := unembedding(model)) is not None:
+    if (reader := child_of(model, "project_out") or child_of(model, "unembed")) is not None:
         inputs[END] = reader
     outputs: list[tuple[Source | str, nn.Module]] = [*watched(model), *(points or {}).items()]
     after = [(module, partial(store, key)) for key, module in outputs]

@@ -117,8 +117,8 @@ def bundled_constants(facts: Facts, parameters: Iterable[Tensor]) -> Mapping[str
     return facts.bundled_constants if is_same else {}
 
 
-def default_means(model: HookedModel, norms: Sequence[Norm], structure: Structure) -> Mapping[str, Constant]:
-    """Return the mean sigmas of norms over the model's default prompts.
+def default_means(model: HookedModel, structure: Structure) -> Mapping[str, Constant]:
+    """Return the mean sigmas of a model's norms over its default prompts.
 
     They are measured again where the modules, a parameter, the tokenizer or the model's prompts have changed. Of
     edits through `.data`, which PyTorch does not count, those are seen that change an entry of `weights_sample`.
@@ -127,7 +127,7 @@ def default_means(model: HookedModel, norms: Sequence[Norm], structure: Structur
     origin = facts.tokenizer, facts.bundled_prompts, [(p.data_ptr(), p._version) for p in parameters]
     sample, known = weights_sample(parameters), structure.constants
     if known is None or known[0] != origin or not torch.equal(known[1], sample):
-        structure.constants = known = origin, sample, mean_sigmas(model, norms, default_tokens(facts))
+        structure.constants = known = origin, sample, mean_sigmas(model, structure.norms, default_tokens(facts))
     means: Mapping[str, Constant] = known[2]
     return means
 
@@ -208,7 +208,9 @@ def fit(
         obstacle = objective.obstacle(facts, run(model, twins(facts), return_type="logits"))
     if obstacle:
         raise ValueError(f"there is no loss to minimize: {obstacle}")
-    names = _frozen(norms, variant, start)
+    names = [norm.name for norm in norms if "scaling" in VARIANTS[variant].effect(norm)]
+    if not names or (missing := [name for name in names if name not in start]):
+        raise ValueError(f"there is no constant for {some(missing if names else [n.name for n in norms])} ({variant})")
     counted = [row for row in prompts if objective.weight(row)]
     if not counted:
         raise ValueError("none of these prompts has a loss: give prompts of at least two tokens")
@@ -254,15 +256,6 @@ def slopes_of(loss: Float64[Tensor, ""], leaves: Mapping[str, Float64[Tensor, " 
     slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     gradients = ((0.0, 0.0) if slope is None else (float(slope[0]), float(slope[1])) for slope in slopes)
     return dict(zip(leaves, gradients, strict=True))
-
-
-def _frozen(norms: Sequence[Norm], variant: str, constants: Mapping[str, Constant]) -> list[str]:
-    """Return the names of those norms whose sigma a variant replaces by one of these constants."""
-    frozen = [n.name for n in norms if "scaling" in VARIANTS[variant].effect(n)]
-    missing = [name for name in frozen if name not in constants]
-    if missing or not frozen:
-        raise ValueError(f"there is no constant for {some(missing or [norm.name for norm in norms])} ({variant})")
-    return frozen
 
 
 def _batches(prompts: Sequence[Int[Tensor, " _"]], vocabulary: int) -> Iterator[Int[Tensor, "batch pos"]]:

@@ -175,7 +175,6 @@ class _Choice:
     model: HookedModel
     structure: Structure
     variant: str
-    every: list[Norm]  # of the model
     norms: list[Norm]  # that are edited
     letters: str = "qkv"  # of the hook points of the readers that alone see the edit
     heads: Heads | None = None  # that alone see the edit; None: everything that reads the norms
@@ -193,14 +192,13 @@ def _choice(
         raise InterventionError(f"unknown term {what!r}: give one of {', '.join(VARIANT_WITHOUT)}")
     hooked, variant = check_model(model), VARIANT_WITHOUT[what]
     structure = structure_of(hooked)
-    every = list(structure.norms)
-    readers = _readers(hooked, every, sites, only, heads)
-    norms = choose(every, sites if readers is None else list(readers))
+    readers = _readers(hooked, structure.norms, sites, only, heads)
+    norms = choose(structure.norms, sites if readers is None else list(readers))
     if sites == "all":
         _warn_of_unhooked(structure)
     if readers is None and (lost := structure.lost_at([n for n in norms if VARIANTS[variant].effect(n)])):
         raise LostEditError(next(iter(lost.values())))
-    return _Choice(hooked, structure, variant, every, norms, PARTS.get(only or "", "qkv"), readers)
+    return _Choice(hooked, structure, variant, norms, PARTS.get(only or "", "qkv"), readers)
 
 
 def _own_norms(given: Any, choice: _Choice) -> Sequence[Norm]:
@@ -208,7 +206,7 @@ def _own_norms(given: Any, choice: _Choice) -> Sequence[Norm]:
     if not isinstance(given, hugging_face_classes()):
         return choice.norms
     paths = {module: path for path, module in cast(Any, choice.model).original_model.named_modules()}
-    own = {norm.name: paths[cast(Any, norm.module).original_component] for norm in choice.every}
+    own = {norm.name: paths[cast(Any, norm.module).original_component] for norm in choice.structure.norms}
     own = {name: given.get_submodule(path.replace("._original_component", "")) for name, path in own.items()}
     for norm in choice.norms:
         if len(names := [name for name, module in own.items() if module is own[norm.name]]) > 1:
@@ -257,7 +255,7 @@ def _constants(
     choice: _Choice, scale: str | float | Tensor | Mapping[str, object], tokens: Rows | None
 ) -> Mapping[str, Constant]:
     """Return what each of these norms that scales divides by instead of its sigma."""
-    model, names = choice.model, [norm.name for norm in choice.every]
+    model, names = choice.model, [norm.name for norm in choice.structure.norms]
     frozen = [norm for norm in choice.norms if "scaling" in VARIANTS[choice.variant].effect(norm)]
     if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is none of the norms {some(names)}")
@@ -274,7 +272,7 @@ def _constants(
     if not frozen:
         return {}
     with unedited(choice.structure.modules):
-        means = mean_sigmas(model, frozen, rows) if rows else default_means(model, choice.every, choice.structure)
+        means = mean_sigmas(model, frozen, rows) if rows else default_means(model, choice.structure)
         if scale == OPTIMAL:
             return fit(model, choice.norms, rows or default_tokens(facts), start=means, variant=choice.variant)
     return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
@@ -370,7 +368,7 @@ class _Linearized:
         norms = _own_norms(model, choice)
         _refuse_twice(norms, linear=True)
         with installed(cast(nn.Module, model), [LinearEdit(norm, given.get(norm.name)) for norm in norms]):
-            yield tuple(norm.name for norm in choice.every)
+            yield tuple(norm.name for norm in choice.structure.norms)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
         """Return the sigma of every norm at every token, by the norm's name, from a pass in evaluation mode.
@@ -403,8 +401,8 @@ def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, Mapping[str, Te
     """Return the norms whose sigma is held, and the sigmas of another run by name."""
     hooked = check_model(model)
     structure = structure_of(hooked)
-    every, names = list(structure.norms), [norm.name for norm in structure.norms]
-    if not every:
+    names = [norm.name for norm in structure.norms]
+    if not names:
         raise InterventionError("the model has no normalization: it is linear there already")
     given = {} if isinstance(sigma, str) and sigma == OWN else sigma
     if not isinstance(given, Mapping):
@@ -414,11 +412,11 @@ def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, Mapping[str, Te
             raise InterventionError(f"sigma is given for {name!r}, which is none of the norms {some(names)}")
         if not isinstance(value, Tensor) or not bool(((value > 0) & torch.isfinite(value)).all()):
             raise InterventionError(f"sigma of {name} must be a tensor of positive numbers, one per token")
-    linear = [norm for norm in every if norm.scales or norm.name in given]
+    linear = [norm for norm in structure.norms if norm.scales or norm.name in given]
     _warn_of_unhooked(structure)
     if lost := structure.lost_at(linear):
         raise LostEditError(next(iter(lost.values())))
-    return _Choice(hooked, structure, "", every, linear), given
+    return _Choice(hooked, structure, "", linear), given
 
 
 # ------------------------------------------------------------ the same as hooks

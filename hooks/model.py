@@ -156,11 +156,6 @@ def before_projection(model: object, w: Float[Tensor, "row d_embed"]) -> Float[T
     return w if projection is None else w @ projection.to(w)
 
 
-def unembedding(model: HookedModel) -> nn.Module | None:
-    """Return the module that reads the end of the stream: the unembedding, or OPT-350m's `project_out`."""
-    return child_of(model, "project_out") or child_of(model, "unembed")
-
-
 def flat(output: Any, length: int, batch: int = 1) -> Float[Tensor, "row wide"]:
     """Return a module's output as rows: the positions of one prompt after the other."""
     value: Tensor = output[0] if isinstance(output, tuple) else output

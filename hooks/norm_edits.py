@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -434,7 +434,7 @@ class HeadEdit(NormEdit):
         That `out` is a product is checked on one random vector (Freivalds 1977).
         """
         norm, x, linear = self.norm, self.x, edit_on(self.norm.module, LinearEdit)
-        random = torch.randn(len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+        random = _random_vector(len(weight), weight.dtype, weight.device)
         with torch.no_grad():
             read, shown = random @ weight, out.to(weight.dtype) @ random - bias @ random
         tolerance = SAME_LOGITS[out.dtype]
@@ -455,6 +455,11 @@ class HeadEdit(NormEdit):
             return None
         edited = self.output(x, None if linear is None else linear.sigma(x)).to(self.y.dtype)
         return F.linear(edited.to(weight.dtype), weight, bias)
+
+
+@lru_cache(maxsize=16)
+def _random_vector(length: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, " length"]:
+    return torch.randn(length, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
 def z_of(
@@ -528,8 +533,8 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
         for module in dict.fromkeys((model, inner)):
             if isinstance(module, nn.Module):
                 stack.callback(module.register_forward_pre_hook(before_model, with_kwargs=True).remove)
-                leave = module.register_forward_hook(lambda *_: positions.leave(1), always_call=True)
-                stack.callback(leave.remove)
+                handle = module.register_forward_hook(lambda *_: positions.leave(1), always_call=True)
+                stack.callback(handle.remove)
         for block in first_block:
             stack.callback(block.register_forward_pre_hook(before_block, with_kwargs=True).remove)
         if reader is not None:
