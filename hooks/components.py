@@ -226,7 +226,8 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
     origin = weights, [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules]
     if structure.wiring is not None and structure.wiring[0] == origin:
         return Wiring(model, norms, *structure.wiring[1:])
-    width, tokens, dtype = int(model.cfg.d_model), probe_tokens(facts_of(model), TOKENS), dtype_of(model.parameters())
+    width, dtype = int(model.cfg.d_model), dtype_of(model.parameters())
+    tokens = probe_tokens(facts_of(model), TOKENS)
     with evaluating(model), unedited(modules):
         shown = record(model, tokens, range(len(tokens)), norms)
     # Hugging Face's RMSNorms compute in float32 in a float64 model, too.

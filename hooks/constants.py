@@ -209,8 +209,9 @@ def fit(
     if obstacle:
         raise ValueError(f"there is no loss to minimize: {obstacle}")
     names = [norm.name for norm in norms if "scaling" in VARIANTS[variant].effect(norm)]
-    if not names or (missing := [name for name in names if name not in start]):
-        raise ValueError(f"there is no constant for {some(missing if names else [n.name for n in norms])} ({variant})")
+    missing = [name for name in names if name not in start] if names else [norm.name for norm in norms]
+    if missing or not names:
+        raise ValueError(f"there is no constant for {some(missing)} ({variant})")
     counted = [row for row in prompts if objective.weight(row)]
     if not counted:
         raise ValueError("none of these prompts has a loss: give prompts of at least two tokens")

@@ -240,10 +240,10 @@ class Facts:
         tokenizer: None: the model has none.
         vocabulary: how many tokens there are.
         context: the largest number of positions.
-        prepend_bos: whether the model was trained on texts that begin with the tokenizer's first token.
+        prepend_bos: whether it was trained on texts that begin with the tokenizer's first token.
         special: ids of its "eos", "bos" and "pad" tokens.
-        missing_head: why its logits mean nothing: the head was not in the checkpoint. Empty: it was.
-        bundled_prompts, bundled_constants: what a bundled model brings (`task`, `constants`); None, empty: nothing.
+        missing_head: why its logits mean nothing (its head was not in the checkpoint); empty: they do.
+        bundled_prompts, bundled_constants: what a bundled model brings; of others None, empty.
     """
 
     tokenizer: Any
@@ -257,7 +257,7 @@ class Facts:
 
 
 def facts_of(model: HookedModel) -> Facts:
-    """Return the facts of a model: from its configuration, that of its original, its tokenizer, and its loader.
+    """Return the facts of a model, from its configurations, its tokenizer and its loader.
 
     Ids of special tokens that are outside the vocabulary do not count (GPT-2's default configuration names 50256 for
     any vocabulary).
@@ -338,7 +338,7 @@ _LONGEST_WINDOW = 304  # of local attention that is exercised beyond its window
 
 
 def hugging_face_classes() -> tuple[Any, ...]:
-    """Return the class of all plain Hugging Face models, if any can have been loaded; imports nothing."""
+    """Return the class of Hugging Face models, once transformers is imported."""
     transformers = sys.modules.get("transformers")
     return () if transformers is None else (transformers.PreTrainedModel,)
 

@@ -350,7 +350,7 @@ def formula_of(name: str, module: nn.Module, d: int, device: torch.device, dtype
     """Return the fields of `Norm` that say what a module computes, from its answers to a few vectors of length d.
 
     It is the first kind that gives the same answers, or what a norm of the laboratory declares. Raises NormError.
-    The vectors are on the model's `device`, in the format of the gain, or in the model's `dtype` where there is none.
+    The vectors are on `device`, in the format of the gain, or in `dtype` where there is none.
     """
     gain, bias = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
     fields: dict[str, Any] = {"d": d, "has_gain": gain is not None, "has_bias": bias is not None}

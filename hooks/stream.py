@@ -147,7 +147,7 @@ def streaming(
     Args:
         attentions: the model's attention layers (`model.attentions`).
         tokens: of the pass.
-        norms: the model's norms (`find_norms`), and identities where they are wanted (`Structure.attention_inputs`).
+        norms: the model's norms (`find_norms`), and identities where they are wanted.
         on_norm: gets the number of a prompt, a norm, and its input and output, once per pass, however often the norm is
             called. Norms inside attention come flattened over heads, [pos·head d_head].
         on_attention: gets the number of a prompt and an `AttentionInput` when a layer's attention has run.

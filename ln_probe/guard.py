@@ -96,14 +96,15 @@ def check_state(model: nn.Module, hooks: str = REFUSE) -> tuple[str, ...]:
 def hooked_model(given: object, tokenizer: Any = None, hooks: str = REFUSE) -> tuple[HookedModel, tuple[str, ...]]:
     """Return the model to measure (a bridge for a Hugging Face model in memory), and a note on its hooks."""
     notes = check_state(given, hooks) if isinstance(given, nn.Module) else ()
-    if tokenizer is not None and not isinstance(given, hugging_face_classes()):
+    is_original = isinstance(given, hugging_face_classes())
+    if tokenizer is not None and not is_original:
         raise ValueError(f"tokenizer= is for a Hugging Face model in memory: a {type(given).__name__} has its own")
     if isinstance(given, nn.Module) and device_of(given.parameters()).type == "mps":
         notes += (ON_MPS,)
         warnings.warn(ON_MPS, stacklevel=3)
         given = copy.deepcopy(given).to("cpu")
     model = check_model(given)
-    if isinstance(given, hugging_face_classes()):
+    if is_original:
         model.__dict__["_tokenizer"] = tokenizer  # as the bridge's property reads it; nothing is put into the tokenizer
     return model, notes
 

@@ -54,7 +54,11 @@ _STREAM = "stream"  # the kind of work that probes of norms and attention share
 
 
 def batch_sizes(
-    device: torch.device, cfg: Any, prompts: Sequence[Tensor], batch_size: int | None, probes: Sequence[Probe]
+    device: torch.device,
+    cfg: Any,
+    prompts: Sequence[Tensor],
+    batch_size: int | None,
+    probes: Sequence[Probe],
 ) -> dict[int, int]:
     """Return how many prompts of a length go through the model together, by length.
 
@@ -94,7 +98,7 @@ def batches(
 
 
 def check_finite(values: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if a weight, or another of these tensors, is not finite; names the first one with its place."""
+    """Raise ValueError if one of these tensors is not finite; names it, with the place."""
     for path, value in values:
         # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
         if not torch.isfinite(value.sum()) and len(places := (~torch.isfinite(value)).nonzero()):
@@ -289,10 +293,12 @@ def measure_norms(
     check_finite((path, parameter.detach()) for path, parameter in model.named_parameters())
     first = ready.tokens[0][None].to(device)
     output = run_model(model, first, return_type="logits")
-    check_finite([("the logits of the first prompt", output[0])] if isinstance(output, Tensor) else ())
+    if isinstance(output, Tensor):
+        check_finite([("the logits of the first prompt", output[0])])
     loss.check(output, first)
-    structure, body = structure_of(model), getattr(getattr(model, "original_model", None), "base_model", None)
+    structure = structure_of(model)
     inputs, of_random_head = structure.attention_inputs, list[str]()
+    body = getattr(getattr(model, "original_model", None), "base_model", None)
     if facts.missing_head and isinstance(body, nn.Module):  # (BERT's head has a norm)
         of_body = set(body.modules())
         of_random_head = [norm.name for norm in inputs if norm.module not in of_body]
@@ -317,7 +323,8 @@ def measure_norms(
     if text := _calibration(facts, means, sites, other):
         tokens, source, on_constants = text
         given = mean_sigmas(model, sites, tokens) if tokens else None
-        constants, calibrated_on = replace(means, source=source, given=given), summary(source, tokens) if tokens else {}
+        constants = replace(means, source=source, given=given)
+        calibrated_on = summary(source, tokens) if tokens else {}
     obstacle = ""
     if any(p.needs.output for p in probes):
         obstacle = loss.obstacle(facts, run_model(model, twins(facts), return_type="logits"))
@@ -377,8 +384,9 @@ def _calibration(
 ) -> tuple[Sequence[Tensor], str, tuple[str, ...]] | None:
     """Return the prompts that constants come from, what provenance calls them, and notes.
 
-    They are the user's `calibration`; else, where all measured prompts form one group, the model's calibration windows,
-    or the bundled passages, or none: constants are the prompts' own means. None: they come from the other prompts.
+    They are the user's `calibration`; else, where all measured prompts form one group, the model's calibration
+    windows, or the bundled passages, or none: then the constants are the prompts' own means.
+    None: constants come from the other prompts.
     """
     if calibration is not None:
         return calibration.tokens, f"{CALIBRATION} ({calibration.source})", ()

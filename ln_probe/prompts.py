@@ -17,7 +17,13 @@ from torch import Tensor
 
 from ln_probe.analyses.text import check_flags, encodable
 from ln_probe.hooks.model import Facts, HookedModel, check_model, facts_of, whole_number
-from ln_probe.hooks.task import MAX_TOKENS, bundled_texts, default_tokens, encode, unpadded
+from ln_probe.hooks.task import (
+    MAX_TOKENS,
+    bundled_texts,
+    default_tokens,
+    encode,
+    unpadded,
+)
 
 _SHOWN_PROMPTS, _SHOWN_TOKENS = 64, 24  # how many prompts a report shows the beginnings of, and how much of each
 
@@ -129,7 +135,8 @@ def _entries(facts: Facts, prompts: Any) -> tuple[Sequence[Any], str]:
     if prompts is None:
         if (own := facts.bundled_prompts) is not None:
             return own.measured, own.source
-        return (bundled_texts(), BUNDLED) if facts.tokenizer is not None else (default_tokens(facts), BUNDLED)
+        entries = bundled_texts() if facts.tokenizer is not None else default_tokens(facts)
+        return entries, BUNDLED
     if isinstance(prompts, str):
         _check_no_file_name(prompts)
         return [prompts], "texts"

@@ -248,12 +248,14 @@ def _end_of(model: HookedModel) -> _End:
     """Return what the unembedding reads; raises SplitError where it is not known to be a sum."""
     if reason := facts_of(model).missing_head:
         raise AttributionError(f"logits of this model cannot be attributed: {reason}")
-    W_U, b_U, size = weight_of(model, "W_U"), weight_of(model, "b_U"), outputs(model)
+    size = outputs(model)
+    W_U, b_U = weight_of(model, "W_U"), weight_of(model, "b_U")
     if W_U is None or W_U.ndim != 2:
         raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab]")
     W_U = with_float64(before_projection(model, W_U[:, :size].T).T)
     b_U = W_U.new_zeros(size) if b_U is None else with_float64(b_U[:size])
-    norms, cap = structure_of(model).norms, getattr(model.cfg, "output_logits_soft_cap", None)
+    norms = structure_of(model).norms
+    cap = getattr(model.cfg, "output_logits_soft_cap", None)
     wiring = find_wiring(model, norms)
     norm = next((norm for norm in reversed(norms) if "unembed" in norm.reads.split("+")), None)
     place = END if norm is None else norm.name

@@ -238,7 +238,8 @@ class _Watching(Observer):
     def _edited_loss(self, row: Contrast, tokens: Int[Tensor, " pos"], pairs: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss of a prompt with scaling frozen at these constants, by norm."""
         rows = tokens[None].to(device_of(self.model.parameters()))
-        with installed(self.model, [NormEdit.of(norm, row.variant.name, pairs[norm.name]) for norm in row.norms]):
+        edits = [NormEdit.of(norm, row.variant.name, pairs[norm.name]) for norm in row.norms]
+        with installed(self.model, edits):
             return self.run.loss.sums(self.model(rows, return_type="logits"), rows).sum()
 
     def _holds(

@@ -68,7 +68,8 @@ def is_affordable(model: HookedModel, parts: int, prompts: Iterable[Int[Tensor, 
     weights = sum(p.numel() for block in model.blocks for p in block.parameters()) / 2
     weights += int(model.cfg.d_model) * int(model.cfg.d_vocab)
     work = 2.0 * weights * parts * sum(map(len, prompts))
-    return bool(work <= EXACT_WORK * (GPU_FACTOR if device_of(model.parameters()).type == "cuda" else 1.0))
+    factor = GPU_FACTOR if device_of(model.parameters()).type == "cuda" else 1.0
+    return bool(work <= EXACT_WORK * factor)
 
 
 def choosing_prompts(groups: Int64[np.ndarray, " prompt"]) -> set[int]:
@@ -220,7 +221,8 @@ class EditedPasses:
         if not self._outputs or layer not in self._attended:
             yield
             return
-        attn, output = attentions(self.model.blocks)[layer], mapped(partial(_repeated, rows), self._attended[layer])
+        attn = attentions(self.model.blocks)[layer]
+        output = mapped(partial(_repeated, rows), self._attended[layer])
         with replaced_forward(attn, lambda *_args, **_kwargs: output):
             yield
 

@@ -39,7 +39,15 @@ from ln_probe.analyses.probes.edited_passes import (
 )
 from ln_probe.analyses.probes.statistics import holm
 from ln_probe.analyses.probes.tables import HEAD_EFFECTS
-from ln_probe.hooks.model import Hook, attentions, by_head, evaluating, head_count, hooks_on, z_point
+from ln_probe.hooks.model import (
+    Hook,
+    attentions,
+    by_head,
+    evaluating,
+    head_count,
+    hooks_on,
+    z_point,
+)
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, VARIANTS, Norm
 from ln_probe.hooks.norm_edits import NormEdit, z_of
 from ln_probe.hooks.norms import structure_of
