@@ -35,7 +35,7 @@ from ln_probe.hooks.model import (
     tensors_in,
     z_point,
 )
-from ln_probe.hooks.norm import VARIANTS, Norm, affine, is_heads_first
+from ln_probe.hooks.norm import VARIANTS, Norm, affine, bias_of, gain_of, is_heads_first
 
 # Settings of a model that change how attention reads its norm.
 _FLAGS = ("use_split_qkv_input", "use_attn_in")
@@ -429,7 +429,8 @@ class HeadEdit(NormEdit):
 
         With gain g and bias b, the edited norm puts out r (y - b) + m g + b, where y is the intact output, and r and m
         are numbers of each vector. So the map gives a + r (out - a) + m W g, with a what it makes of b: no product of
-        matrices. Where a hook of a user has changed y, or in 16 bits, the edited output goes through the map.
+        matrices. The edited output itself goes through the map where a user's hook has changed y, in 16 bits, and for
+        gradients, which must not go through y.
 
         That `out` is a product is checked on one random vector (Freivalds 1977).
         """
@@ -437,14 +438,11 @@ class HeadEdit(NormEdit):
         random = _random_vector(len(weight), weight.dtype, weight.device)
         with torch.no_grad():
             read, shown = random @ weight, out.to(weight.dtype) @ random - bias @ random
-        tolerance = SAME_LOGITS[out.dtype]
-        if linear is None and x.dtype == out.dtype == weight.dtype == at_least_float32(x).dtype:
-            gain, shift = norm.gain_and_bias()
-            gain = torch.ones_like(x[0, 0]) if gain is None else gain.to(x)
-            shift = torch.zeros_like(x[0, 0]) if shift is None else shift.to(x)
+        tolerance, is_wide = SAME_LOGITS[out.dtype], x.dtype == out.dtype == weight.dtype == at_least_float32(x).dtype
+        if is_wide and linear is None and not out.requires_grad:
+            gain, shift = gain_of(norm).to(x), bias_of(norm).to(x)
             sigma = norm.sigma(x)
-            with torch.no_grad():
-                own = x @ norm.project(gain * read) / sigma[..., 0] + shift @ read
+            own = x @ norm.project(gain * read) / sigma[..., 0] + shift @ read
             if relative_difference(own, shown) <= tolerance:
                 divisor = sigma if self.constants is None else self._divisor(x)
                 columns = torch.lerp(weight @ shift + bias, out, sigma / divisor)

@@ -23,14 +23,13 @@ from ln_probe.models import bundled_folder, bundled_models, load_model, shipped_
 from ln_probe.prompts import summary
 
 TOKENS = torch.arange(1, 21).view(2, 10)
-PARALLEL = {"parallel_attn_mlp": True}
 
 pytestmark = pytest.mark.filterwarnings("ignore:the fit of loss-optimal constants did not converge")
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float64) -> Any:
     if name == "hooked":
-        return make_hooked(**PARALLEL, dtype=dtype)
+        return make_hooked(parallel_attn_mlp=True, dtype=dtype)
     return make_bridge(name, dtype)
 
 
@@ -87,8 +86,7 @@ def test_gradients_are_finite_differences(name: str, variant: str, monkeypatch: 
 
 
 def test_gradients_of_prompts_and_norms() -> None:
-    """Of a batch the sums of its prompts; of the edited norms alone; of one token, of an MLP whose output matrix is 0,
-    as some models start (the other norms have theirs)."""
+    """Of a batch the sums of its prompts; of some norms alone; of one token; of an MLP whose output matrix is 0."""
     model = make_bridge("gpt2", torch.float64)
     sites, constants = measured(model)
     together = loss_and_slopes(model, sites, TOKENS, constants)
@@ -120,12 +118,11 @@ def one_norm() -> tuple[Any, Norm, list[torch.Tensor], torch.Tensor]:
 
 
 def test_the_fit_of_a_quadratic_loss_is_known(one_norm: Any) -> None:
-    """A model with one norm, before the unembedding, and the squared distance to the intact logits as the loss.
+    """The loss is the squared distance to the intact logits.
 
     With z_t the projected vector at position t, read through gain and unembedding, the intact logits are z_t / sigma_t
     and the edited ones z_t / c. The loss sum_t |z_t|² (1/c - 1/sigma_t)² is quadratic in 1/c, and smallest at
-    1/c = sum_t |z_t|²/sigma_t / sum_t |z_t|²: the best constant is a weighted harmonic mean of the sigmas. Position 0
-    and the others do not interact.
+    1/c = sum_t |z_t|²/sigma_t / sum_t |z_t|²: a weighted harmonic mean, at position 0 and elsewhere.
     """
     model, site, logits, sigma = one_norm
     size = torch.stack([row.pow(2).sum(-1) for row in logits]) * sigma**2
