@@ -227,7 +227,8 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
     if structure.wiring is not None and structure.wiring[0] == origin:
         return Wiring(model, norms, *structure.wiring[1:])
     width, dtype = int(model.cfg.d_model), dtype_of(model.parameters())
-    tokens = probe_tokens(facts_of(model), TOKENS)
+    facts = facts_of(model)
+    tokens = probe_tokens(facts.vocabulary, min(TOKENS, facts.context))
     with evaluating(model), unedited(modules):
         shown = record(model, tokens, range(len(tokens)), norms)
     # Hugging Face's RMSNorms compute in float32 in a float64 model, too.

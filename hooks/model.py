@@ -289,9 +289,9 @@ def outputs(model: HookedModel) -> int:
     return int(model.cfg.d_vocab) if W_U is None else int(W_U.shape[1])
 
 
-def probe_tokens(facts: Facts, length: int) -> Int[Tensor, " pos"]:
-    """Return token ids spread evenly over the vocabulary, at most as many as the context."""
-    return torch.linspace(1, facts.vocabulary - 1, min(length, facts.context)).long()
+def probe_tokens(vocabulary: int, length: int) -> Int[Tensor, " pos"]:
+    """Return token ids spread evenly over the vocabulary."""
+    return torch.linspace(1, vocabulary - 1, length).long()
 
 
 def run(model: HookedModel, tokens: Int[Tensor, "batch pos"], return_type: str | None = None) -> Any:

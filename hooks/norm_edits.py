@@ -427,10 +427,9 @@ class HeadEdit(NormEdit):
     ) -> Float[Tensor, "batch pos wide"] | None:
         """Return what a linear map reads of the edited norm; None where `out` is not what it reads of the intact one.
 
-        With gain g and bias b, the edited norm puts out r (y - b) + m g + b, where y is the intact output, and r and m
-        are numbers of each vector. So the map gives a + r (out - a) + m W g, with a what it makes of b: no product of
-        matrices. The edited output itself goes through the map where a user's hook has changed y, in 16 bits, and for
-        gradients, which must not go through y.
+        With gain g, bias b and intact output y, the edited norm puts out r (y - b) + m g + b, where r and m are
+        numbers of each vector. So the map W gives a + r (out - a) + m W g, with a = W b: no product of matrices.
+        In 16 bits, for gradients (not through y), and where a user's hook has changed y, W is applied anew.
 
         That `out` is a product is checked on one random vector (Freivalds 1977).
         """
@@ -438,7 +437,8 @@ class HeadEdit(NormEdit):
         random = _random_vector(len(weight), weight.dtype, weight.device)
         with torch.no_grad():
             read, shown = random @ weight, out.to(weight.dtype) @ random - bias @ random
-        tolerance, is_wide = SAME_LOGITS[out.dtype], x.dtype == out.dtype == weight.dtype == at_least_float32(x).dtype
+        tolerance = SAME_LOGITS[out.dtype]
+        is_wide = x.dtype == out.dtype == weight.dtype == at_least_float32(x).dtype
         if is_wide and linear is None and not out.requires_grad:
             gain, shift = gain_of(norm).to(x), bias_of(norm).to(x)
             sigma = norm.sigma(x)

@@ -30,7 +30,6 @@ from ln_probe.hooks.model import (
     device_of,
     dtype_of,
     evaluating,
-    facts_of,
     hooks_on,
     plain_path,
     probe_tokens,
@@ -66,7 +65,7 @@ def find_norms(model: object) -> list[Norm]:
 
 
 def unhooked_norms(modules: Mapping[str, nn.Module], norms: Sequence[Norm]) -> list[str]:
-    """Return the paths of those modules that are norms, by the names of their classes, without hook points."""
+    """Return the paths of norms, by the names of their classes, that have no hook points."""
     known = {module for norm in norms for module in norm.module.modules()}
     paths = []
     for path, module in modules.items():
@@ -146,7 +145,7 @@ def _survey(model: HookedModel, modules: Sequence[nn.Module]) -> Structure:
         if name and "hook_normalized" in module._modules:
             by_name.setdefault(str(name).rsplit(".", 1)[0], module)
     layers, width = attentions(model.blocks), int(model.cfg.d_model)
-    short, tokens = _ShortPass(by_name), probe_tokens(facts_of(model), TOKENS)[None].to(device)
+    short, tokens = _ShortPass(by_name), probe_tokens(int(model.cfg.d_vocab), TOKENS)[None].to(device)
     readers = list(_reading(model.blocks, layers, getattr(model, "unembed", None), by_name.values()))
     norms: list[Norm] = []
     formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike

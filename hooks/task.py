@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.hooks.model import Facts, at_least_float32
+from ln_probe.hooks.model import Facts, at_least_float32, probe_tokens
 
 # -------------------------------------------------------------------- token ids
 
@@ -280,6 +280,6 @@ class Objective:
 
 def twins(facts: Facts) -> Int[Tensor, "2 4"]:
     """Return two prompts that differ in the last token: with causal attention, all other logits are equal."""
-    tokens = torch.linspace(1, facts.vocabulary - 1, 4).long().repeat(2, 1)
+    tokens = probe_tokens(facts.vocabulary, 4).repeat(2, 1)
     tokens[1, -1] = 0
     return tokens
