@@ -177,7 +177,7 @@ class NormedLayer(nn.Module):
         product = _normed_product(self.norm_recurrent, W_hh)
         eye = torch.eye(H).to(W_hh)
         half = eye.new_full((H,), 0.5)
-        twice = 2 * torch.cat([eye, -eye][: M // H], dim=1)  # brings tanh = 2 (new - 1/2) into c, or (c, -c)
+        twice = 2 * torch.cat([eye, -eye][: M // H], dim=1)  # tanh = 2 (new - 1/2)
         state: Callable[[Tensor], Tensor] = lambda h: h  # noqa: E731
         if self.norm_state is not None:
             state = _scaled_pair(self.norm_state) if self._mirrored else _normed_product(self.norm_state, eye)
@@ -209,7 +209,7 @@ class NormedLayer(nn.Module):
 
     @property
     def _mirrored(self) -> bool:
-        """Whether h and c are followed by their negatives: an LSTM's whose c is scaled but not projected."""
+        """Whether it carries (h, -h) and (c, -c): an LSTM whose c is scaled but not projected."""
         norm = self.norm_state
         return self.cfg.cell == "lstm" and norm is not None and norm.kind == "scaling_only"
 
