@@ -229,6 +229,11 @@ def test_bad_arguments(what: Any, options: dict[str, Any], word: str) -> None:
     assert hook_counts(model) == before
 
 
+def test_sites_by_their_hook_points() -> None:
+    with without(make_bridge("gpt2"), "scaling", sites=["ln_final", "blocks.1.ln1.hook_scale"], scale=2.0) as done:
+        assert list(done.sites) == ["blocks.1.ln1", "ln_final"]
+
+
 @pytest.mark.parametrize(("heads", "word"), [
     ([], "empty"), ([(2, 0)], "layer"), ([(-1, 0)], "layer"), ([(0, 4)], "no head"), ([(1, -1)], "no head"),
 ])  # fmt: skip
