@@ -153,7 +153,7 @@ def _survey(model: HookedModel, modules: Sequence[nn.Module]) -> Structure:
     # The pass needs gradients, which inference mode would not have. A bridge warns of hooks at its norms.
     with torch.inference_mode(False), evaluating(model), unedited(modules), warnings.catch_warnings(action="ignore"):
         # In some architectures, what a norm puts out is given to a module inside attention or MLP alone.
-        for inside in ([], _inside(roots, by_name.values())):
+        for inside in ((), _inside(roots, by_name.values())):
             short = _ShortPass(by_name)
             with short.recording([*roots, *inside, *((("block", i), b) for i, b in enumerate(model.blocks))]):
                 logits = model(tokens, return_type="logits")
