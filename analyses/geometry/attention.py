@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ln_probe.analyses.geometry.check import Attention, Floats, Ints, Scratch, Space, keep_attention
+from ln_probe.analyses.geometry.check import Attention, Floats, Ints, Scratch, Space, keep_attention, space_of
 from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part
 from ln_probe.analyses.geometry.nearest import combine
 
@@ -259,44 +259,56 @@ def take_best_start(columns: Floats, offset: Floats, i: int, starts: Floats, roo
     return value
 
 
+@compiled_part
+def attention_of(attention: Attention, b: int) -> Attention:
+    """Return the attention of one set."""
+    return Attention(attention.lower[b], attention.upper[b], attention.at[b], attention.bound_at[b])
+
+
 @compiled_in_place
 def bound_attention(
-    space: Space,
-    rows: Floats,
-    columns: Floats,
-    radius: float,
+    spaces: Space,
+    row_sets: Floats,
+    column_sets: Floats,
+    radii: Floats,
     starts: Floats,
     gap: float,
     budget: float,
     room: Room,
     points: Floats,
-    attention: Attention,
+    all_attention: Attention,
     scratch: Scratch,
 ) -> None:
-    """Bracket the largest softmax weights over the ball of queries of a radius that are not known yet.
+    """Bracket the largest softmax weights in some sets over the ball of queries of a radius, if that is positive.
 
     The steps stop when a weight is known to `gap`, or when they or the budget (multiply-adds) run out; the first way
     that fails is followed by a second one, from the middle of the ball.
 
     Args:
-        rows, columns: "key dim" and "dim key", in nats, times the radius.
+        row_sets, column_sets: "set key dim" and "set dim key", in nats, times the radius.
+        radii: of each set.
         starts: directions of u in which good queries are expected, a row for each key.
         points: "4 dim", are written to.
     """
-    (count, dim), offset = rows.shape, space.offset
+    sets, count, dim = row_sets.shape
     scores, change, weight, trial = room.keyed[SCORES], room.keyed[CHANGE], room.keyed[WEIGHT], room.keyed[TRIAL]
     u, proof, step = points[2], points[3], room.vectors[STEP]
-    for i in range(count):
-        length, start = 0.0, 0.0
+    for place in range(sets * count):
+        b, i = place // count, place % count
+        radius, rows, columns, aim = radii[b], row_sets[b], column_sets[b], starts[b, i]
+        if not radius > 0.0:
+            continue
+        space, attention = space_of(spaces, b), attention_of(all_attention, b)
+        offset, length, start = space.offset, 0.0, 0.0
         for t in range(dim):
             length += rows[i, t] * rows[i, t]
-            start += starts[i, t] * starts[i, t]
+            start += aim[t] * aim[t]
         for attempt in range(2):
             if attention.upper[i] - attention.lower[i] <= gap:
                 break
             for t in range(dim):
                 points[0, t] = rows[i, t] / np.sqrt(length) if length > 0.0 and attempt == 0 else 0.0
-                points[1, t] = starts[i, t] / np.sqrt(start) if start > 0.0 and attempt == 0 else 0.0
+                points[1, t] = aim[t] / np.sqrt(start) if start > 0.0 and attempt == 0 else 0.0
             value, bound, model = take_best_start(columns, offset, i, points[: 2 - attempt], room, u), 1.0, MODEL_SHARE
             spent = 0.0
             for _ in range(NEWTON_STEPS):

@@ -24,7 +24,7 @@ its own RMS is one more coordinate, in which a query looks upwards only):
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +57,10 @@ class CertificateError(AssertionError):
 
 
 class Space(NamedTuple):
-    """Points, what is added to their products with a query, and the error of both."""
+    """Points, what is added to their products with a query, and the error of both.
+
+    Of several sets, here and below, every array leads with the set.
+    """
 
     rows: Floats  # "key dim"
     columns: Floats  # "dim key"
@@ -109,12 +112,34 @@ class Scratch(NamedTuple):
     mean: Floats  # " dim"
 
 
+_Table = TypeVar("_Table", bound=NamedTuple)
+
+
+def of_sets(table: _Table, part: slice | int) -> _Table:
+    """Return what a table of several sets says about some of them, or about one."""
+    return table._make(field[part] if isinstance(field, np.ndarray) else field for field in table)
+
+
+@compiled_part
+def space_of(space: Space, b: int) -> Space:
+    """Return the space of one set."""
+    noise, error = space.noise[b], space.error[b]
+    return Space(space.rows[b], space.columns[b], space.offset[b], space.length[b], noise, error)
+
+
+@compiled_part
+def verdicts_of(verdicts: Verdicts, b: int) -> Verdicts:
+    """Return the verdicts of one set."""
+    code, first, copies, query, used, member, value, repaired = verdicts
+    return Verdicts(code[b], first[b], copies[b], query[b], used[b], member[b], value[b], repaired[b])
+
+
 def make_space(rows: Floats, offset: Floats, noise: Floats) -> Space:
-    """Return the space of some points from the noise that they have by themselves."""
-    length = np.sqrt(np.einsum("kd,kd->k", rows, rows))
+    """Return the space of some points, of one set or several, from the noise that they have by themselves."""
+    length = np.sqrt(np.einsum("...kd,...kd->...k", rows, rows))
     stored = np.where(length > 0.0, noise + UNDERFLOW, noise)
-    error = stored + AMPLE * (rows.shape[1] + 4) * EPS * (length + np.abs(offset))
-    return Space(rows, np.ascontiguousarray(rows.T), offset, length, stored, error)
+    error = stored + AMPLE * (rows.shape[-1] + 4) * EPS * (length + np.abs(offset))
+    return Space(rows, np.ascontiguousarray(rows.mT), offset, length, stored, error)
 
 
 def make_scratch(count: int, dim: int) -> Scratch:
@@ -134,16 +159,18 @@ def squared_distance(rows: Floats, i: int, j: int) -> float:
 
 @compiled_in_place
 def find_copies(rows: Floats, first: Ints, copies: Ints) -> None:
-    """Set the first key within tau of every key, and how many other keys are."""
-    count, reach = rows.shape[0], TAU * (1.0 + SLACK)
-    for j in range(count):
-        first[j], copies[j] = j, 0
-    for i in range(count):
-        for j in range(i + 1, count):
-            if abs(rows[i, 0] - rows[j, 0]) <= reach and squared_distance(rows, i, j) <= reach * reach:
-                copies[i] += 1
-                copies[j] += 1
-                first[j] = min(first[j], i)
+    """Set the first key of its set within tau of every key, and how many other keys are."""
+    count, reach = rows.shape[1], TAU * (1.0 + SLACK)
+    for b in range(rows.shape[0]):
+        of_set = rows[b]
+        for j in range(count):
+            first[b, j], copies[b, j] = j, 0
+        for i in range(count):
+            for j in range(i + 1, count):
+                if abs(of_set[i, 0] - of_set[j, 0]) <= reach and squared_distance(of_set, i, j) <= reach * reach:
+                    copies[b, i] += 1
+                    copies[b, j] += 1
+                    first[b, j] = min(first[b, j], i)
 
 
 @compiled_part

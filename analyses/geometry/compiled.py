@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -164,20 +164,41 @@ def use_processors(count: int | None) -> None:
     _share = count
 
 
-def in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int | None = None) -> list[_Result]:
-    """`[work(item) for item in items]`, `threads` (default: all processors) at a time.
+def thread_count(threads: int | None) -> int:
+    """Return a number of threads as it was given, or one for each processor.
 
     Raises:
-        ValueError: `threads` below 1.
+        ValueError: below 1.
     """
     if threads is None:
-        threads = processors()
-    else:
-        from ln_probe.hooks.model import whole_number  # (with torch, which the kernels do without)
+        return processors()
+    from ln_probe.hooks.model import whole_number  # (with torch, which the kernels do without)
 
-        threads = whole_number(threads, "threads", 1)
-    todo = list(items)
-    if threads == 1 or len(todo) < 2:
-        return [work(item) for item in todo]
-    with ThreadPoolExecutor(min(threads, len(todo))) as pool:
-        return list(pool.map(work, todo))
+    return whole_number(threads, "threads", 1)
+
+
+def in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], threads: int) -> list[_Result]:
+    """Return `[work(item) for item in items]`, computed by this thread and `threads - 1` others."""
+    if threads == 1 or len(items) < 2:
+        return [work(item) for item in items]
+    results: list[Any] = [None] * len(items)
+    left = iter(range(len(items)))
+
+    def share() -> None:
+        for place in left:
+            results[place] = work(items[place])
+
+    others = [_threads(threads - 1).submit(share) for _ in range(min(threads, len(items)) - 1)]
+    try:
+        share()
+    finally:
+        for other in others:
+            if not other.cancel():  # one that has not begun finds nothing to do
+                other.result()
+    return results
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    """Return threads that are kept from call to call: to start one takes as long as the verdicts of a head."""
+    return ThreadPoolExecutor(count, "geometry")

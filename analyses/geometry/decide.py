@@ -1,4 +1,4 @@
-"""Verdicts, margins and attention of sets of keys: every set in one compiled function, sets in threads.
+"""Verdicts, margins and attention of sets of keys: each step for some sets in one call, these in threads.
 
 Each stage decides some keys and leaves fewer to the next:
 
@@ -7,6 +7,9 @@ Each stage decides some keys and leaves fewer to the next:
 2. *White queries*: key i under the query `Σ⁻¹ k_i`.
 3. *Search* for the nearest point of the hull of the others in white coordinates (`nearest`).
 4. The search *goes on* where verdicts are given, from where that one ended, on orthogonal factors; not compiled.
+
+A step does several sets in one call, because every call takes the interpreter's lock and threads wait for each other
+there. Results do not depend on which sets are solved together.
 
 Margins are searched with products from the Gram matrix of the keys as the queries see them, and carefully where these
 are too coarse; attention by Newton's method. What is given out is what `check` proves of the queries and weights.
@@ -32,6 +35,7 @@ from ln_probe.analyses.geometry.check import (
     TAU,
     UNDECIDED,
     Attention,
+    Bools,
     Floats,
     Ints,
     Margins,
@@ -43,12 +47,15 @@ from ln_probe.analyses.geometry.check import (
     lead_under,
     make_scratch,
     make_space,
+    of_sets,
     prove_query,
     prove_weights,
     set_absent,
+    space_of,
+    verdicts_of,
 )
-from ln_probe.analyses.geometry.compiled import Compilation, compiled_in_place, in_threads
-from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, judge, level_query, see, whiten
+from ln_probe.analyses.geometry.compiled import Compilation, compiled_in_place, in_threads, thread_count
+from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, alike, judge, level_queries, see, whiten
 from ln_probe.analyses.geometry.nearest import (
     CLEAR,
     Keys,
@@ -64,14 +71,14 @@ _Room = TypeVar("_Room")
 
 # Width of a margin's bracket, as a share of the margin: it is read to two digits. "exact": six digits.
 RELATIVE_GAP, EXACT_GAP = 0.01, 1e-6
-# A bracket narrower than this (relative to the RMS norm of the keys as queries see them) is not narrowed further.
-ZERO = 0.01 * TAU
 # The largest weight is found to this (absolute): attention is read to two digits.
 WEIGHT_GAP = 0.01
 # Multiplications and additions per key, nominally one second, before it is given up.
 BUDGET = 1e9
 # Above this number of keys no matrix of all their products is made.
 MOST_PRODUCTS = 2048
+# Sets are solved together while the products of all their keys are no more than this.
+TOGETHER = 2**18
 # Own queries are tried if the first keys win under theirs.
 PILOT = 32
 # Queries whose scores are computed together.
@@ -95,153 +102,185 @@ def own_room(make: Callable[..., _Room], *sizes: int) -> _Room:
     return cast("_Room", known[1])
 
 
-def product_table(count: int) -> Floats:
-    """Return room for the products of all keys with each other."""
-    return np.empty((count, count))
+def product_table(sets: int, count: int) -> Floats:
+    """Return room for the products of all keys of each set with each other."""
+    return np.empty((sets, count, count))
 
 
 class Answers(NamedTuple):
-    """What is proved of the keys of one set."""
+    """What is proved of the keys of some sets."""
 
     verdicts: Verdicts
     margins: Margins
     attention: Attention
 
 
-def no_answers(count: int, wide: int, seen: int) -> Answers:
+def no_answers(sets: int, count: int, wide: int, seen: int) -> Answers:
     """Return answers that say nothing, for keys of `wide` dimensions that queries see in `seen`."""
 
     def numbers() -> Floats:
-        return np.full(count, np.nan)
+        return np.full((sets, count), np.nan)
+
+    def whole_numbers(*shape: int) -> Ints:
+        return np.zeros((sets, count, *shape), np.int64)
+
+    def points(dim: int) -> Floats:
+        return np.zeros((sets, count, dim))
 
     def weights(dim: int) -> tuple[Ints, Ints, Floats]:
-        return np.zeros(count, np.int64), np.zeros((count, dim + 2), np.int64), np.zeros((count, dim + 2))
+        return whole_numbers(), whole_numbers(dim + 2), points(dim + 2)
 
-    def points() -> Floats:
-        return np.zeros((count, seen))
-
-    code, repaired = np.zeros(count, np.int64), np.zeros(count, np.bool_)
+    (code, first, copies), repaired = (whole_numbers() for _ in range(3)), np.zeros((sets, count), np.bool_)
     return Answers(
-        Verdicts(code, np.arange(count), np.zeros(count, np.int64), np.zeros((count, wide)), *weights(wide), repaired),
-        Margins(numbers(), numbers(), points(), *weights(seen)),
-        Attention(numbers(), numbers(), points(), points()),
+        Verdicts(code, first, copies, points(wide), *weights(wide), repaired),
+        Margins(numbers(), numbers(), points(seen), *weights(seen)),
+        Attention(numbers(), numbers(), points(seen), points(seen)),
     )
 
 
 def try_queries(
-    space: Space, trials: Floats, first: int, biased: bool, start: Ints, verdicts: Verdicts, scratch: Scratch
-) -> None:
-    """Give verdicts to keys without one that their queries prove.
-
-    Args:
-        trials: a query for each key from number `first` on, where verdicts are given.
-        start: is set to the rival that scores highest under each query.
-    """
-    for begin in range(0, len(trials), TRIALS):
-        some = np.ascontiguousarray(trials[begin : begin + TRIALS])
-        try_scores(space, some, some @ space.columns, first + begin, biased, start, verdicts, scratch)
-
-
-@compiled_in_place
-def try_scores(
     space: Space,
     trials: Floats,
-    scores: Floats,
     first: int,
     biased: bool,
+    wanted: Bools,
     start: Ints,
     verdicts: Verdicts,
     scratch: Scratch,
 ) -> None:
-    """Give verdicts to keys without one that their queries prove, from the scores of all keys under these."""
-    for a in range(trials.shape[0]):
-        i, best = first + a, -np.inf
-        if verdicts.code[i] != UNDECIDED:
-            continue
-        set_absent(space.rows, i, verdicts.copies, scratch.absent)
-        for j in range(scores.shape[1]):
-            if not scratch.absent[j] and scores[a, j] > best:
-                best, start[i] = scores[a, j], j
-        if scores[a, i] > best:
-            if biased:
-                prove_query(space, i, trials[a], biased, verdicts, scratch)
-            else:
-                lead = lead_under(space, i, trials[a], scores[a], biased, scratch.absent)
-                keep_lead(i, lead, trials[a], verdicts)
+    """Give verdicts to keys without one that their queries prove.
+
+    Args:
+        trials: in each set, a query for each key from number `first` on, where verdicts are given.
+        wanted: in which sets.
+        start: is set to the rival that scores highest under each query.
+    """
+    for begin in range(0, trials.shape[1], TRIALS):
+        some = np.ascontiguousarray(trials[:, begin : begin + TRIALS])
+        try_scores(space, some, some @ space.columns, first + begin, biased, wanted, start, verdicts, scratch)
 
 
 @compiled_in_place
-def try_weights(space: Space, biased: bool, verdicts: Verdicts, scratch: Scratch) -> None:
+def try_scores(
+    spaces: Space,
+    trials: Floats,
+    scores: Floats,
+    first: int,
+    biased: bool,
+    wanted: Bools,
+    start: Ints,
+    all_verdicts: Verdicts,
+    scratch: Scratch,
+) -> None:
+    """Give verdicts to keys without one that their queries prove, from the scores of all keys under these."""
+    many = trials.shape[1]
+    for place in range(trials.shape[0] * many):
+        b, a, best = place // many, place % many, -np.inf
+        i = first + a
+        if not wanted[b] or all_verdicts.code[b, i] != UNDECIDED:
+            continue
+        space, verdicts, under = space_of(spaces, b), verdicts_of(all_verdicts, b), scores[b, a]
+        set_absent(space.rows, i, verdicts.copies, scratch.absent)
+        for j in range(under.shape[0]):
+            if not scratch.absent[j] and under[j] > best:
+                best, start[b, i] = under[j], j
+        if under[i] > best:
+            if biased:
+                prove_query(space, i, trials[b, a], biased, verdicts, scratch)
+            else:
+                lead = lead_under(space, i, trials[b, a], under, biased, scratch.absent)
+                keep_lead(i, lead, trials[b, a], verdicts)
+
+
+@compiled_in_place
+def try_weights(spaces: Space, biased: bool, all_verdicts: Verdicts, scratch: Scratch) -> None:
     """Give verdicts to keys without one that the weights at their place prove."""
-    for i in range(space.rows.shape[0]):
-        if verdicts.code[i] == UNDECIDED:
+    sets, count = all_verdicts.code.shape
+    for place in range(sets * count):
+        b, i = place // count, place % count
+        if all_verdicts.code[b, i] == UNDECIDED:
+            verdicts = verdicts_of(all_verdicts, b)
             used, verdicts.used[i] = verdicts.used[i], 0
-            prove_weights(space, i, verdicts.member[i], verdicts.value[i], used, biased, verdicts, scratch)
+            member, value = verdicts.member[i], verdicts.value[i]
+            prove_weights(space_of(spaces, b), i, member, value, used, biased, verdicts, scratch)
 
 
-def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdicts) -> None:
-    """Set the verdicts of a set.
+def decide_sets(judged: Judged, own_queries: bool, budget: float, verdicts: Verdicts) -> Bools:
+    """Set the verdicts of some sets; return of which the keys are known to span all directions.
 
     Args:
         own_queries: whether every key is tried under itself first.
     """
-    rows, biased, (count, dim) = judged.rows, judged.biased, judged.rows.shape
-    code, copies = verdicts.code, verdicts.copies
+    rows, biased, (sets, count, dim) = judged.rows, judged.biased, judged.rows.shape
+    code, copies, spans = verdicts.code, verdicts.copies, np.zeros(sets, np.bool_)
     find_copies(rows, verdicts.first, copies)
     code[copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE  # nothing to compete with
     if code.all():
-        return
-    space, scratch = make_space(rows, np.zeros(count), judged.noise), own_room(make_scratch, count, dim)
-    start = np.full(count, -1)
-    leaders = [] if biased else (rows[:PILOT] @ space.columns).argmax(axis=1).tolist()
-    if not biased and (own_queries or leaders == list(range(PILOT))):
-        try_queries(space, rows, 0, biased, start, verdicts, scratch)
-        if code.all():
-            return
-    white = whiten(rows, biased)
-    queries, trials = np.ascontiguousarray(white.to_query.T), white.rows
-    if white.lifted and (lowered := trials[:, -1] < 0.0).any():  # queries look upwards
+        return spans
+    space, scratch = make_space(rows, np.zeros((sets, count)), judged.noise), own_room(make_scratch, count, dim)
+    start = np.full((sets, count), -1)
+    if not biased:
+        leaders = (rows[:, :PILOT] @ space.columns).argmax(axis=2)
+        wanted = (leaders == np.arange(leaders.shape[1])).all(axis=1) & (count >= PILOT) | own_queries
+        if wanted.any():
+            try_queries(space, rows, 0, biased, wanted, start, verdicts, scratch)
+    return search(judged, space, budget, start, verdicts, scratch)
+
+
+def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: Verdicts, scratch: Scratch) -> Bools:
+    """Set verdicts by white queries and the search; return of which sets the keys are known to span all directions."""
+    rows, biased, (sets, count, dim) = judged.rows, judged.biased, judged.rows.shape
+    if verdicts.code.all():
+        return np.zeros(sets, np.bool_)
+    white, spans = whiten(rows, biased)
+    if white is None:
+        parts = [slice(b, b + 1) for b in range(sets)]
+        each = [
+            search(of_sets(judged, part), of_sets(space, part), budget, start[part], of_sets(verdicts, part), scratch)
+            for part in parts
+        ]
+        return np.concatenate(each)
+    queries, trials = np.ascontiguousarray(white.to_query.mT), white.rows
+    if white.lifted and (lowered := trials[..., -1] < 0.0).any():  # queries look upwards
         trials = trials.copy()
         trials[lowered, -1] = 0.0
-    try_queries(space, trials @ queries, 0, biased, start, verdicts, scratch)
-    if code.all():
-        return
-    columns = np.ascontiguousarray(white.rows.T)
-    products = np.empty((0, 0))
+    every = np.ones(sets, np.bool_)
+    try_queries(space, trials @ queries, 0, biased, every, start, verdicts, scratch)
+    if verdicts.code.all():
+        return every & spans
+    columns, products = np.ascontiguousarray(white.rows.mT), np.empty((sets, 0, 0))
     if count <= MOST_PRODUCTS:
-        products = np.matmul(white.rows, columns, out=own_room(product_table, count))
-    search = Search(True, len(products) == 0, white.lifted, 0.0, 0.0, budget)
-    in_white = Keys(white.rows, columns, products, np.zeros(count))
+        products = np.matmul(white.rows, columns, out=own_room(product_table, sets, count))
+    how = Search(True, count > MOST_PRODUCTS, white.lifted, 0.0, budget)
+    in_white = Keys(white.rows, columns, products, np.zeros((sets, count)))
     here = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
-    room = own_room(search_room, count, max(white.rows.shape[1], 1), dim)
-    find_verdicts(space, in_white, here, search, room, start, verdicts, scratch)
-    if not code.all():
+    room = own_room(search_room, count, max(white.rows.shape[2], 1), dim)
+    find_verdicts(space, in_white, here, how, room, start, verdicts, scratch)
+    if not verdicts.code.all():
         finish_search(judged, space, verdicts, budget, scratch)
+    return every & spans
 
 
 def bound_margins(
-    space: Space, level: Floats | None, gap: float, budget: float, verdicts: Verdicts, margins: Margins
+    space: Space, level: Floats, levelled: Bools, gap: float, budget: float, verdicts: Verdicts, margins: Margins
 ) -> None:
-    """Bracket the margins of a set.
+    """Bracket the margins of some sets.
 
     Args:
-        level: a u under which all keys score alike.
+        level: for each set, a u under which all keys score alike, if `levelled`.
     """
-    rows, (count, dim) = space.rows, space.rows.shape
-    scratch = own_room(make_scratch, count, dim)
-    centred = rows - rows.mean(axis=0)
-    size = float(np.sqrt(np.einsum("kd,kd->", centred, centred) / count))
-    known = np.zeros(dim) if level is None else level
-    room = own_room(search_room, count, dim, dim)
+    rows, (sets, count, dim) = space.rows, space.rows.shape
+    scratch, room = own_room(make_scratch, count, dim), own_room(search_room, count, dim, dim)
+    centred = (rows - rows.mean(axis=1, keepdims=True)).reshape(sets, -1)
+    sizes = np.sqrt(np.einsum("sx,sx->s", centred, centred) / count)
     for careful in (False, True):
         if careful or count <= MOST_PRODUCTS:
-            products = np.empty((0, 0))
+            products = np.empty((sets, 0, 0))
             if not careful:
-                products = np.matmul(rows, space.columns, out=own_room(product_table, count))
+                products = np.matmul(rows, space.columns, out=own_room(product_table, sets, count))
             keys = Keys(rows, space.columns, products, space.offset)
-            search = Search(False, careful, False, gap, ZERO * size, budget)
-            inside = 1.01 * TAU * size
-            find_margins(space, keys, search, room, known, level is not None, inside, verdicts, margins, scratch)
+            how = Search(False, careful, False, gap, budget)
+            find_margins(space, keys, how, room, level, levelled, sizes, verdicts, margins, scratch)
 
 
 @dataclass(frozen=True)
@@ -256,49 +295,74 @@ class Request:
 
 @dataclass(frozen=True)
 class Solved:
-    """One set of keys with the coordinates in which it was solved."""
+    """Sets of keys, or one, with the coordinates in which they were solved."""
 
     judged: Judged
     seen: Seen | None
     answers: Answers
 
 
-def solve_set(
-    keys: Floats,
-    bias: Floats | None,
-    queries: QuerySet | None,
+def solve_together(
+    keys: Float64[np.ndarray, "set key d"],
+    bias: Float64[np.ndarray, "set key"] | None,
+    queries: Sequence[QuerySet] | None,
+    radii: Float64[np.ndarray, " set"] | None,
     request: Request,
-    radius: float = 1.0,
 ) -> Solved:
-    """Solve one set of valid float64 keys; attention is over the queries with |u| no more than `radius`."""
-    if bias is not None and (bias == bias[0]).all():
+    """Solve sets of valid float64 keys: one set, or several that are `alike`."""
+    if bias is not None and (bias == bias[0, 0]).all():
         bias = None
     judged = judge(keys, bias, queries)
     seen = None
     if queries is not None and (request.gap is not None or request.attention):
         seen = see(keys, bias, queries)
-    (count, wide), dim = judged.rows.shape, judged.rows.shape[1] if seen is None else seen.rows.shape[1]
-    answers = no_answers(count, wide, dim)
+    (sets, count, wide), dim = judged.rows.shape, (judged if seen is None else seen).rows.shape[2]
+    answers = no_answers(sets, count, wide, dim)
     verdicts, margins = answers.verdicts, answers.margins
-    decide_set(judged, request.own_queries or wide >= count, request.budget, verdicts)
+    spans = decide_sets(judged, request.own_queries or wide >= count, request.budget, verdicts)
     if request.gap is None and seen is None:
         return Solved(judged, seen, answers)
-    space = make_space(*(seen or Seen(judged.rows, np.zeros(count), judged.noise)))
+    space = make_space(*(seen or Seen(judged.rows, np.zeros((sets, count)), judged.noise)))
     if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
-        level = np.zeros(dim) if queries is None or seen is None else level_query(seen, queries, bias)
-        bound_margins(space, level, request.gap, request.budget, verdicts, margins)
+        level, levelled = np.zeros((sets, dim)), np.ones(sets, np.bool_)
+        if queries is not None and seen is not None:
+            level, levelled = level_queries(seen, queries, bias, spans)
+        bound_margins(space, level, levelled, request.gap, request.budget, verdicts, margins)
         if seen is None:  # margins are relative to a size that is itself rounded
             doubt = AMPLE * EPS * (count + wide)
             margins.lower[:] *= 1.0 - doubt
             margins.upper[:] *= 1.0 + doubt
-        if not space.offset.any():  # the zero query gives no key less than 0
-            np.maximum(margins.lower, 0.0, out=margins.lower)
-    if seen is not None and request.attention and radius > 0.0:
-        rows, columns, points = space.rows * radius, space.columns * radius, np.zeros((4, dim))
+        gapless = ~space.offset.any(axis=1, keepdims=True)  # the zero query gives no key less than 0
+        np.maximum(margins.lower, 0.0, out=margins.lower, where=gapless)
+    if seen is not None and request.attention:
+        radii = np.ones(sets) if radii is None else radii
+        rows, columns = space.rows * radii[:, None, None], space.columns * radii[:, None, None]
         room, scratch = own_room(attention_room, count, dim), own_room(make_scratch, count, dim)
-        how = margins.at, WEIGHT_GAP, request.budget, room, points, answers.attention, scratch
-        bound_attention(space, rows, columns, radius, *how)
+        how = margins.at, WEIGHT_GAP, request.budget, room, np.zeros((4, dim)), answers.attention, scratch
+        bound_attention(space, rows, columns, radii, *how)
     return Solved(judged, seen, answers)
+
+
+def solve_in_turn(
+    keys: Float64[np.ndarray, "set key d"],
+    bias: Float64[np.ndarray, "set key"] | None = None,
+    queries: Sequence[QuerySet] | None = None,
+    radii: Float64[np.ndarray, " set"] | None = None,
+    request: Request = Request(),
+) -> list[Solved]:
+    """Solve sets of valid float64 keys in this thread, several together where that is possible; see `solve_sets`."""
+    sets, count, dim = keys.shape
+    size = max(1, TOGETHER // (count * max(count, dim))) if alike(bias, queries) else 1
+    solved: list[Solved] = []
+    for begin in range(0, sets, size):
+        part = slice(begin, begin + size)
+        of_part = [None if values is None else values[part] for values in (bias, queries, radii)]
+        together = solve_together(np.ascontiguousarray(keys[part]), *of_part, request)
+        judged, seen, answers = together.judged, together.seen, together.answers
+        for b in range(len(judged.rows)):
+            each = Answers(*(of_sets(table, b) for table in answers))
+            solved.append(Solved(of_sets(judged, b), seen and of_sets(seen, b), each))
+    return solved
 
 
 def solve_sets(
@@ -309,7 +373,7 @@ def solve_sets(
     request: Request = Request(),
     threads: int | None = None,
 ) -> list[Solved]:
-    """Solve sets of valid float64 keys, `threads` at a time (default: as many as there are processors).
+    """Solve sets of valid float64 keys in `threads` threads (default: as many as there are processors).
 
     Results do not depend on the number of threads.
 
@@ -319,33 +383,36 @@ def solve_sets(
         radii: attention is over the queries of each set with |u| no more than this; None: 1.
     """
     compilation.wait()
+    threads = thread_count(threads)
+    size = -(-len(keys) // threads)
 
-    def one(b: int) -> Solved:
-        return solve_set(
-            np.ascontiguousarray(keys[b]),
-            None if bias is None else bias[b],
-            None if queries is None else queries[b],
-            request,
-            1.0 if radii is None else float(radii[b]),
-        )
+    def some(begin: int) -> list[Solved]:
+        part = slice(begin, begin + size)
+        of_part = (None if values is None else values[part] for values in (bias, queries, radii))
+        return solve_in_turn(keys[part], *of_part, request)
 
     with one_blas_thread():  # products round alike for any number of threads
-        return in_threads(one, range(len(keys)), threads)
+        return [one for solved in in_threads(some, range(0, len(keys), size), threads) for one in solved]
 
 
 def finish_search(judged: Judged, space: Space, verdicts: Verdicts, budget: float, scratch: Scratch) -> None:
     """Decide what the compiled search left, one key after the other; what is not proved stays undecided."""
-    code, (count, dim) = verdicts.code, judged.rows.shape
-    trials, start, left = np.zeros((count, dim)), np.zeros(count, np.int64), np.flatnonzero(code == UNDECIDED)
-    for i in map(int, left):
-        used = verdicts.used[i]
-        active, weight = verdicts.member[i, :used].copy(), verdicts.value[i, :used].copy()
-        trials[i], active, weight = nearest_point(judged, i, active, weight, budget)
+    code, dim, left = verdicts.code, judged.rows.shape[2], np.nonzero(verdicts.code == UNDECIDED)
+    places, trials = list(zip(*map(np.ndarray.tolist, left), strict=True)), []
+    for b, i in places:
+        used = verdicts.used[b, i]
+        active, weight = verdicts.member[b, i, :used].copy(), verdicts.value[b, i, :used].copy()
+        trial, active, weight = nearest_point(of_sets(judged, b), i, active, weight, budget)
         used = min(len(active), dim + 2)
-        verdicts.used[i], verdicts.member[i, :used], verdicts.value[i, :used] = used, active[:used], weight[:used]
+        verdicts.used[b, i] = used
+        verdicts.member[b, i, :used], verdicts.value[b, i, :used] = active[:used], weight[:used]
+        trials.append(trial)
     try_weights(space, judged.biased, verdicts, scratch)
-    for i in map(int, left):
-        try_queries(space, trials[i : i + 1], i, judged.biased, start, verdicts, scratch)
+    start, every = np.zeros_like(code), np.ones(1, np.bool_)
+    for (b, i), trial in zip(places, trials, strict=True):
+        one = slice(b, b + 1)
+        there = of_sets(verdicts, one)
+        try_queries(of_sets(space, one), trial[None, None], i, judged.biased, every, start[one], there, scratch)
     verdicts.repaired[left] = code[left] != UNDECIDED
 
 
@@ -411,9 +478,9 @@ def affine_weights(table: Floats, counts: Floats) -> Floats:
 
 
 def _compile_kernels() -> None:
-    keys = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0], [1.0, 1.0]])
+    keys = np.array([[[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0], [1.0, 1.0]]])
     queries = QuerySet(np.array([0.5, 0.0]), np.eye(2))
-    solve_set(keys, np.array([0.0, 0.0, 0.0, 0.0, 1.0]), queries, Request(), 0.5)
+    solve_together(keys, np.array([[0.0, 0.0, 0.0, 0.0, 1.0]]), [queries], np.array([0.5]), Request())
 
 
 compilation = Compilation(_compile_kernels)

@@ -104,7 +104,7 @@ class SetGeometry:
         seen_space = space if seen is None else make_space(*seen)
         doubt = AMPLE * EPS * sum(judged.rows.shape) if seen is None else 0.0
         first, copies, value = np.empty(number, np.int64), np.empty(number, np.int64), verdicts.value.copy()
-        find_copies(judged.rows, first, copies)
+        find_copies(judged.rows[None], first[None], copies[None])
         for place in map(int, np.flatnonzero(verdicts.code == UNSELECTABLE)):
             value[place, : verdicts.used[place]] = self.weights(place)[1]
         given = verdicts._replace(copies=copies, value=value)

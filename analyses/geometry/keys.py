@@ -8,6 +8,7 @@ them (`Seen`): `z = Aᵀk`, in nats, with `c·k` and the bias added to the score
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +19,8 @@ import torch
 from jaxtyping import Float64
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.check import AMPLE, EPS, Floats
-from ln_probe.analyses.geometry.compiled import compiled_in_place
+from ln_probe.analyses.geometry.check import AMPLE, EPS, Bools, Floats
+from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part
 
 Array = np.ndarray | torch.Tensor
 
@@ -236,33 +237,34 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
 
 
 class Judged(NamedTuple):
-    """The keys where verdicts are given."""
+    """The keys of some sets where verdicts are given; of one set, the arrays do not lead with the set."""
 
-    rows: Floats  # "key D": centred, over their RMS norm; a bias over its own is the last coordinate
+    rows: Floats  # "set key D": centred, over their RMS norm; a bias over its own is the last coordinate
     noise: Floats  # how far each may be off
     biased: bool  # queries look up along the last coordinate, weights may exceed the target there
-    size: float  # the RMS norm of the keys
-    lift_size: float  # of the bias; 0: it has no spread
+    size: Floats  # the RMS norm of the keys
+    lift_size: Floats  # of the bias; 0: it has no spread
 
 
 class Seen(NamedTuple):
-    """The keys as queries `u` of the unit ball see them, in nats."""
+    """The keys of some sets as queries `u` of the unit ball see them, in nats."""
 
-    rows: Floats  # "key r"
+    rows: Floats  # "set key r"
     offset: Floats  # added to `rows @ u`
     noise: Floats
 
 
-def centre(keys: Floats) -> tuple[Floats, float]:
-    """Return the centred keys, and how far their mean may be off because it was rounded."""
-    if (keys == keys[0]).all():
-        return np.zeros_like(keys), 0.0
-    points = keys - keys.mean(axis=0)
-    left = points.mean(axis=0)  # far from zero the mean was off by its own rounding: once more, near zero
-    return points - left, float(np.linalg.norm(left))
+def centre(keys: Floats) -> tuple[Floats, Floats]:
+    """Return the centred keys of some sets, and how far each mean may be off because it was rounded."""
+    points = keys - keys.mean(axis=1, keepdims=True)
+    left = points.mean(axis=1, keepdims=True)  # far from zero the mean was off by its own rounding: once more
+    points -= left
+    off, alike = np.sqrt(np.einsum("skd,skd->s", left, left)), (keys == keys[:, :1]).all(axis=(1, 2))
+    points[alike], off[alike] = 0.0, 0.0
+    return points, off
 
 
-def over_rms(points: Floats, off: float, noise: Floats, width: int) -> tuple[Floats, Floats, float]:
+def over_rms(points: Floats, off: Floats, noise: Floats, width: int) -> tuple[Floats, Floats, Floats]:
     """Return points over their RMS norm in the first coordinates of `width`, how far each may be off, and that norm.
 
     Args:
@@ -270,22 +272,28 @@ def over_rms(points: Floats, off: float, noise: Floats, width: int) -> tuple[Flo
         off: how far their mean may be off.
         noise: how far they may be off beside rounding.
     """
-    length = np.sqrt(np.einsum("ij,ij->i", points, points))
-    size = float(np.sqrt((length * length).mean()))
-    unit = size if size > 0.0 else 1.0
-    rows = np.zeros((len(points), width))
-    rows[:, : points.shape[1]] = points / unit
-    return rows, (4.0 * EPS * length + EPS * off + noise) / unit, size
+    length = np.sqrt(np.einsum("skd,skd->sk", points, points))
+    size = np.sqrt((length * length).mean(axis=1))
+    unit = np.where(size > 0.0, size, 1.0)
+    rows = np.zeros((*length.shape, width))
+    rows[..., : points.shape[2]] = points / unit[:, None, None]
+    return rows, (4.0 * EPS * length + (EPS * off)[:, None] + noise) / unit[:, None], size
 
 
-def judge(keys: Floats, bias: Floats | None, queries: QuerySet | None) -> Judged:
-    """Return the keys where verdicts are given."""
+def alike(bias: Floats | None, query_sets: Sequence[QuerySet] | None) -> bool:
+    """Whether sets of keys can be solved together: without a bias, for queries that lack no direction."""
+    return bias is None and all(queries.missing.shape[1] == 0 for queries in query_sets or ())
+
+
+def judge(keys: Floats, bias: Floats | None, query_sets: Sequence[QuerySet] | None) -> Judged:
+    """Return the keys of some sets where verdicts are given: of one set, or of several that are `alike`."""
     points, off = centre(keys)
-    nothing = np.zeros(len(keys))
-    if (queries is None or queries.missing.shape[1] == 0) and bias is None:
-        rows, noise, size = over_rms(points, off, nothing, keys.shape[1])
-        return Judged(rows, noise, False, size, 0.0)
+    nothing = np.zeros(keys.shape[:2])
+    if alike(bias, query_sets):
+        rows, noise, size = over_rms(points, off, nothing, keys.shape[2])
+        return Judged(rows, noise, False, size, np.zeros(len(keys)))
     lift, doubt, own_noise = nothing, nothing, nothing
+    queries = None if query_sets is None else query_sets[0]
     if bias is not None:
         lift = bias - bias.mean()
         doubt = EPS * np.abs(lift)
@@ -295,36 +303,36 @@ def judge(keys: Floats, bias: Floats | None, queries: QuerySet | None) -> Judged
             d, columns = queries.missing.shape
             lost = AMPLE * (3 * d + 8) * EPS * columns**0.5 * float(np.linalg.norm(queries.center))
             share = AMPLE * (d + 6) * EPS
-            level = points @ outside
-            lift = lift + level
-            doubt = doubt + share * (np.abs(points) @ np.abs(outside)) + AMPLE * lost * np.abs(points).sum(axis=1)
+            lift = lift + points @ outside
+            doubt = doubt + share * (np.abs(points) @ np.abs(outside)) + AMPLE * lost * np.abs(points).sum(axis=2)
             doubt = doubt + EPS * np.abs(lift)
-        length = np.linalg.norm(points, axis=1)
+        length = np.linalg.norm(points, axis=2)
         flat = queries.in_span(points)
-        rounding = (points.shape[1] + 16) * EPS
+        rounding = (points.shape[2] + 16) * EPS
         points = flat if np.linalg.norm(flat) > rounding * np.linalg.norm(length) else np.zeros_like(flat)
-        own_noise = AMPLE * (points.shape[1] + 8) * EPS * length
+        own_noise = AMPLE * (points.shape[2] + 8) * EPS * length
     biased = bias is not None or (queries is not None and bool(queries.outside.any()))
-    rows, noise, size = over_rms(np.ascontiguousarray(points), off, own_noise, keys.shape[1] + biased)
+    rows, noise, size = over_rms(np.ascontiguousarray(points), off, own_noise, keys.shape[2] + biased)
     if not biased:
-        return Judged(rows, noise, False, size, 0.0)
-    alike = bool((lift == lift[0]).all())
+        return Judged(rows, noise, False, size, np.zeros(1))
+    level = bool((lift == lift[0, 0]).all())
     lift = lift - lift.mean()
-    rms = float(np.linalg.norm(lift)) / len(lift) ** 0.5
-    if alike or rms <= UNSEEN * float(doubt.max()):
-        return Judged(rows, noise, True, size, 0.0)
-    rows[:, -1] = lift / rms
-    return Judged(rows, noise + 4 * EPS * np.abs(lift / rms) + AMPLE * doubt / rms, True, size, rms)
+    rms = float(np.linalg.norm(lift)) / lift.size**0.5
+    if level or rms <= UNSEEN * float(doubt.max()):
+        return Judged(rows, noise, True, size, np.zeros(1))
+    rows[..., -1] = lift / rms
+    return Judged(rows, noise + 4 * EPS * np.abs(lift / rms) + AMPLE * doubt / rms, True, size, np.array([rms]))
 
 
-def see(keys: Floats, bias: Floats | None, queries: QuerySet) -> Seen:
-    """Return the keys as a set of queries sees them."""
+def see(keys: Floats, bias: Floats | None, query_sets: Sequence[QuerySet]) -> Seen:
+    """Return the keys of some sets as their queries see them: of one set, or of several without a bias."""
     points, _ = centre(keys)
-    (dim, wide), sizes, center = queries.axes.shape, np.abs(points), queries.center
-    rows, offset = points @ queries.axes, np.einsum("kd,d->k", points, center)
-    share = AMPLE * (dim + wide + 5) * EPS
-    far = np.einsum("kd,d->k", sizes, np.sqrt(np.einsum("dr,dr->d", queries.axes, queries.axes)))
-    noise, own = (share + queries.slack) * far, share * np.einsum("kd,d->k", sizes, np.abs(center))
+    centers, axes = (np.stack([getattr(each, name) for each in query_sets]) for name in ("center", "axes"))
+    sizes, slack = np.abs(points), np.array([[queries.slack] for queries in query_sets])
+    rows, offset = points @ axes, np.einsum("skd,sd->sk", points, centers)
+    share = AMPLE * (sum(axes.shape[1:]) + 5) * EPS
+    far = np.einsum("skd,sd->sk", sizes, np.sqrt(np.einsum("sdr,sdr->sd", axes, axes)))
+    noise, own = (share + slack) * far, share * np.einsum("skd,sd->sk", sizes, np.abs(centers))
     if bias is not None:
         lift = bias - bias.mean()
         offset = offset + lift
@@ -332,39 +340,52 @@ def see(keys: Floats, bias: Floats | None, queries: QuerySet) -> Seen:
     return Seen(rows, offset, noise + own)
 
 
-def level_query(seen: Seen, queries: QuerySet, bias: Floats | None) -> Floats | None:
-    """Return a u of the unit ball under which all keys score alike, as far as rounding goes; None if there is none."""
-    u = queries.level if bias is None else None
-    if u is None or np.linalg.norm(u) > 1.0:  # the keys may need less of a query than its being 0
-        u = -np.linalg.lstsq(seen.rows, seen.offset - seen.offset.mean(), rcond=None)[0]
-    scores = seen.rows @ u + seen.offset
-    off, size = float(np.ptp(scores)), float(np.abs(seen.rows).max())
-    return u if np.linalg.norm(u) <= 1.0 and off <= LEVEL * size else None
+def level_queries(
+    seen: Seen, query_sets: Sequence[QuerySet], bias: Floats | None, spans: Bools
+) -> tuple[Floats, Bools]:
+    """Return for each set a u under which all keys score alike, and whether one is known in the unit ball.
+
+    Args:
+        spans: whether the keys are known to differ along every direction.
+    """
+    level = np.zeros((len(spans), seen.rows.shape[2]))
+    for b, queries in enumerate(query_sets):
+        u = queries.level if bias is None else None
+        if u is None or (np.linalg.norm(u) > 1.0 and not spans[b]):  # the keys may need less of a query than its being 0
+            u = -np.linalg.lstsq(seen.rows[b], seen.offset[b] - seen.offset[b].mean(), rcond=None)[0]
+        level[b] = u
+    scores = (seen.rows @ level[..., None])[..., 0] + seen.offset
+    off, size = np.ptp(scores, axis=1), np.abs(seen.rows).max(axis=(1, 2))
+    return level, (np.linalg.norm(level, axis=1) <= 1.0) & (off <= LEVEL * size)
 
 
 class White(NamedTuple):
-    """Coordinates in which the keys have the same RMS along every direction of their span.
+    """Coordinates in which the keys of each set have the same RMS along every direction of their span.
 
     `rows = judged @ to_query`, so `to_query @ query` is a query there, as one where verdicts are given.
     """
 
-    rows: Floats  # "key rank"
-    to_query: Floats  # "D rank"
-    thinnest: float  # the least RMS along a direction, about
+    rows: Floats  # "set key rank"
+    to_query: Floats  # "set D rank"
+    thinnest: Floats  # the least RMS along a direction, about
     lifted: bool  # the last coordinate is what of the bias is not an affine function of the key
 
 
-def whiten(rows: Floats, biased: bool) -> White:
-    """Return white coordinates of the keys where verdicts are given."""
-    count, dim = rows.shape
+def whiten(rows: Floats, biased: bool) -> tuple[White | None, bool]:
+    """Return white coordinates of the keys where verdicts are given, and whether these clearly span all directions.
+
+    None for several sets that do not all do so: their ranks may differ.
+    """
+    sets, count, dim = rows.shape
     if count > dim:
-        upper, inverse = np.ascontiguousarray(rows.T @ rows), np.zeros((dim, dim))
-        thinnest = invert_factor(upper, count, inverse)
-        if thinnest > 0.0:
-            return White(rows @ inverse, inverse, thinnest, biased)
-        if (flat := whiten_flat(rows, biased)) is not None:
-            return flat
-    return whiten_carefully(rows, biased)
+        upper, inverse, thinnest = rows.mT @ rows, np.zeros((sets, dim, dim)), np.zeros(sets)
+        invert_factors(upper, count, inverse, thinnest)
+        if thinnest.all():
+            return White(rows @ inverse, inverse, thinnest, biased), True
+    if sets > 1:
+        return None, False
+    flat = whiten_flat(rows[0], biased) if count > dim else None
+    return flat or whiten_carefully(rows[0], biased), False
 
 
 def whiten_flat(rows: Floats, biased: bool) -> White | None:
@@ -375,10 +396,17 @@ def whiten_flat(rows: Floats, biased: bool) -> White | None:
     if biased or not values[-1] > 0.0 or (rest * rest).sum() > FLAT**2 * len(rows):
         return None
     to_query = vectors[:, spanned] / np.sqrt(values[spanned])
-    return White(rows @ to_query, to_query, float(np.sqrt(values[spanned].min())), False)
+    return White((rows @ to_query)[None], to_query[None], np.sqrt(values[spanned].min(keepdims=True)), False)
 
 
 @compiled_in_place
+def invert_factors(uppers: Floats, count: int, inverses: Floats, least: Floats) -> None:
+    """Factorize Gram matrices of some sets; see `invert_factor`."""
+    for b in range(len(least)):
+        least[b] = invert_factor(uppers[b], count, inverses[b])
+
+
+@compiled_part
 def invert_factor(upper: Floats, count: int, inverse: Floats) -> float:
     """Factorize `upper / count = Rᵀ R` in place and set the inverse of R, among zeros; return R's least diagonal entry,
     or 0 if that is not well determined."""
@@ -438,7 +466,7 @@ def whiten_carefully(rows: Floats, biased: bool) -> White:
         inverse[s] /= factor[s, s]
     to_query = np.zeros((dim, rank))
     to_query[order[:rank]] = inverse
-    return White(np.ascontiguousarray(basis[:rank].T), to_query, thinnest, lifted)
+    return White(np.ascontiguousarray(basis[:rank].T)[None], to_query[None], np.array([thinnest]), lifted)
 
 
 def orthogonalize(rest: Floats, basis: Floats, upper: Floats, order: NDArray[np.int64], rank: int) -> float:

@@ -51,7 +51,9 @@ from ln_probe.analyses.geometry.check import (
     prove_query,
     prove_weights,
     set_absent,
+    space_of,
     squared_distance,
+    verdicts_of,
 )
 from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_inline, compiled_part, whole
 
@@ -60,6 +62,9 @@ CLEAR = 1e-3
 # Pivots of the bordered Gram matrix below this share of the new point's squared length mean that the point lies in the
 # affine hull of the active set as far as float64 can tell.
 PIVOT = 1e-14
+# A margin's bracket narrower than this (relative to the RMS norm of the keys as queries see them) is not narrowed
+# further; and of an unselectable key whose margin is known to be about 0.
+ZERO, INSIDE = 0.01 * TAU, 1.01 * TAU
 # Products x·p carry errors of about 1e-16·|x|·|p|; this leaves room for sums over thousands of terms.
 NOISE = 1e-12
 # A hull whose slope is this near to 1 has its minimizer too far out for float64 to tell it from none.
@@ -314,12 +319,18 @@ class Keys(NamedTuple):
     offset: Floats  # added to the scores
 
 
+@compiled_part
+def keys_of(keys: Keys, b: int) -> Keys:
+    """Return the keys of one set."""
+    return Keys(keys.rows[b], keys.columns[b], keys.products[b], keys.offset[b])
+
+
 class Verdict(NamedTuple):
     """What a search for a verdict needs of the coordinates in which verdicts are given."""
 
     judged: Floats  # "key D": the keys there
     queries: Floats  # "dim D": what a query along each coordinate of the search is there
-    close: float  # distances above this in the coordinates of the search are above tau there
+    close: Floats  # distances above this in the coordinates of the search are above tau there, for each set
     biased: bool  # queries look up along the last coordinate there
 
 
@@ -329,8 +340,7 @@ class Search(NamedTuple):
     verdict: bool  # a verdict is sought, else a margin
     careful: bool  # products are made from the keys
     ray: bool
-    gap: float  # a margin's bounds may differ by this share of the larger magnitude, or by `floor`
-    floor: float
+    gap: float  # a margin's bounds may differ by this share of the larger magnitude
     budget: float  # multiplications and additions, after which the search ends
 
 
@@ -481,30 +491,33 @@ def keep_weights(room: Room, m: int) -> int:
 
 @compiled_in_place
 def find_verdicts(
-    space: Space,
-    keys: Keys,
-    here: Verdict,
+    spaces: Space,
+    key_sets: Keys,
+    coordinates: Verdict,
     search: Search,
     room: Room,
     start: Ints,
-    verdicts: Verdicts,
+    all_verdicts: Verdicts,
     scratch: Scratch,
 ) -> None:
-    """Search for a query that selects, or for weights that reproduce, each key without a verdict.
+    """Search for a query that selects, or for weights that reproduce, each key of some sets without a verdict.
 
     Where neither is proved, the weights are those of the last point that was reached.
 
     Args:
         start: the first active key of each.
     """
-    (count, dim), wide = keys.rows.shape, here.queries.shape[1]
+    (sets, count, dim), wide = key_sets.rows.shape, coordinates.queries.shape[2]
     vectors, scores, absent, ray = room.vectors, room.keyed[SCORE], scratch.absent, search.ray
-    for i in range(count):
-        if verdicts.code[i] != UNDECIDED:
+    for place in range(sets * count):
+        b, i = place // count, place % count
+        if all_verdicts.code[b, i] != UNDECIDED:
             continue
+        space, keys, verdicts = space_of(spaces, b), keys_of(key_sets, b), verdicts_of(all_verdicts, b)
+        here = Verdict(coordinates.judged[b], coordinates.queries[b], coordinates.close, coordinates.biased)
         set_absent(here.judged, i, verdicts.copies, absent)
         measure_differences(keys, search, i, room)
-        new, own = start[i], keys.rows[i, dim - 1]
+        new, own = start[b, i], keys.rows[i, dim - 1]
         factor, m, none, square = room.keyed[SCALE, new], whole(0), whole(-1), 0.0
         bordering = max(factor * (factor * room.keyed[SQUARE, new]), 1e-300)
         largest, shortest, idle, spent = 0.0, np.inf, 0, 0.0
@@ -550,7 +563,7 @@ def find_verdicts(
             idle = 0 if length < shortest else idle + 1
             shortest = min(shortest, length)
             spent += 2.0 * m * (count + 3.0 * m)
-            if (length <= here.close * total and is_inside(here, room, i, m, ray)) or spent > search.budget:
+            if (length <= here.close[b] * total and is_inside(here, room, i, m, ray)) or spent > search.budget:
                 break
             new = whole(-1)
             if not lift:
@@ -581,6 +594,13 @@ def find_verdicts(
 
 
 @compiled_part
+def margins_of(margins: Margins, b: int) -> Margins:
+    """Return the margins of one set."""
+    lower, upper, at, used, member, value = margins
+    return Margins(lower[b], upper[b], at[b], used[b], member[b], value[b])
+
+
+@compiled_part
 def is_narrow(lower: float, upper: float, gap: float, floor: float) -> bool:
     """Whether a bracket is as narrow as was asked for, but for rounding."""
     return upper < np.inf and upper - lower <= max(gap * max(abs(lower), abs(upper)) * 1.001, floor)
@@ -600,40 +620,45 @@ def mark_equal(rows: Floats, offset: Floats, i: int, absent: Bools) -> int:
 
 @compiled_in_place
 def find_margins(
-    space: Space,
-    keys: Keys,
+    spaces: Space,
+    key_sets: Keys,
     search: Search,
     room: Room,
     level: Floats,
-    levelled: bool,
-    inside: float,
-    verdicts: Verdicts,
-    margins: Margins,
+    levelled: Bools,
+    sizes: Floats,
+    all_verdicts: Verdicts,
+    all_margins: Margins,
     scratch: Scratch,
 ) -> None:
-    """Bracket the margins that are not known as narrowly as is asked for yet.
+    """Bracket the margins of some sets that are not known as narrowly as is asked for yet.
 
     Args:
-        level: a u under which all keys score alike, if `levelled`: it proves that no margin is below 0.
-        inside: a bracket of an unselectable key may be this wide if `levelled`: the weights that reproduce the key
-            prove that its margin is about 0.
+        level: for each set, a u under which all keys score alike, if `levelled`: it proves that no margin is below 0.
+            A bracket of an unselectable key may then be wider, since the weights that reproduce the key prove that its
+            margin is about 0.
+        sizes: the RMS norm of each set.
     """
-    count, dim = keys.rows.shape
-    vectors, scores, absent = room.vectors, room.keyed[SCORE], scratch.absent
-    offset, u, lower, upper = keys.offset, room.points[QUERY], margins.lower, margins.upper
-    for i in range(count):
-        enough = 2.0 * search.floor
-        if is_narrow(lower[i], upper[i], search.gap, enough):
+    sets, count, dim = key_sets.rows.shape
+    vectors, scores, absent, u = room.vectors, room.keyed[SCORE], scratch.absent, room.points[QUERY]
+    for place in range(sets * count):
+        b, i = place // count, place % count
+        floor = ZERO * sizes[b]
+        enough = 2.0 * floor
+        if is_narrow(all_margins.lower[b, i], all_margins.upper[b, i], search.gap, enough):
             continue
+        space, keys, verdicts = space_of(spaces, b), keys_of(key_sets, b), verdicts_of(all_verdicts, b)
+        margins = margins_of(all_margins, b)
+        offset, lower, upper = keys.offset, margins.lower, margins.upper
         copy = mark_equal(keys.rows, offset, i, absent)
-        if levelled:
-            keep_query(space, i, level, margins, scratch.scores)
+        if levelled[b]:
+            keep_query(space, i, level[b], margins, scratch.scores)
         used, member, value = 0, room.members[KEPT], vectors[VALUE]
         if copy >= 0:
             used, member[0], value[0] = 1, copy, 1.0
-        elif levelled and verdicts.code[i] == UNSELECTABLE and verdicts.used[i] <= dim + 2:
+        elif levelled[b] and verdicts.code[i] == UNSELECTABLE and verdicts.used[i] <= dim + 2:
             used, member, value = verdicts.used[i], verdicts.member[i], verdicts.value[i]
-            enough = max(enough, inside)
+            enough = max(enough, INSIDE * sizes[b])
         if used > 0:
             keep_bound(space, i, member, value, used, margins, scratch.scores)
         if is_narrow(lower[i], upper[i], search.gap, enough):
@@ -698,7 +723,7 @@ def find_margins(
                     room.members[SOURCE, a] = room.members[MEMBER, a]
             spent += 2.0 * m * (count + 4.0 * m)
             left = high - low
-            if left <= search.floor or left <= search.gap * max(abs(high), abs(low)) or spent > search.budget:
+            if left <= floor or left <= search.gap * max(abs(high), abs(low)) or spent > search.budget:
                 break
             if least >= reached - 0.1 * NOISE * (largest + abs(ahead)):
                 break
