@@ -24,7 +24,8 @@ its own RMS is one more coordinate, in which a query looks upwards only):
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +118,15 @@ _Table = TypeVar("_Table", bound=NamedTuple)
 
 def of_sets(table: _Table, part: slice | int) -> _Table:
     """Return what a table of several sets says about some of them, or about one."""
-    return table._make(field[part] if isinstance(field, np.ndarray) else field for field in table)
+
+    def parts() -> Iterator[Any]:
+        for field in table:
+            if isinstance(field, np.ndarray):
+                yield field[part]
+            else:
+                yield of_sets(field, part) if isinstance(field, tuple) else field
+
+    return table._make(parts())
 
 
 @compiled_part

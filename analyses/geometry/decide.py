@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -205,41 +206,38 @@ def try_weights(spaces: Space, biased: bool, all_verdicts: Verdicts, scratch: Sc
             prove_weights(space_of(spaces, b), i, member, value, used, biased, verdicts, scratch)
 
 
-def decide_sets(judged: Judged, own_queries: bool, budget: float, verdicts: Verdicts) -> Bools:
-    """Set the verdicts of some sets; return of which the keys are known to span all directions.
+def decide_sets(judged: Judged, space: Space, own_queries: bool, budget: float, verdicts: Verdicts) -> None:
+    """Set the verdicts of some sets.
 
     Args:
         own_queries: whether every key is tried under itself first.
     """
     rows, biased, (sets, count, dim) = judged.rows, judged.biased, judged.rows.shape
-    code, copies, spans = verdicts.code, verdicts.copies, np.zeros(sets, np.bool_)
+    code, copies = verdicts.code, verdicts.copies
     find_copies(rows, verdicts.first, copies)
     code[copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE  # nothing to compete with
     if code.all():
-        return spans
-    space, scratch = make_space(rows, np.zeros((sets, count)), judged.noise), own_room(make_scratch, count, dim)
-    start = np.full((sets, count), -1)
+        return
+    scratch, start = own_room(make_scratch, count, dim), np.full((sets, count), -1)
     if not biased:
         leaders = (rows[:, :PILOT] @ space.columns).argmax(axis=2)
         wanted = (leaders == np.arange(leaders.shape[1])).all(axis=1) & (count >= PILOT) | own_queries
         if wanted.any():
             try_queries(space, rows, 0, biased, wanted, start, verdicts, scratch)
-    return search(judged, space, budget, start, verdicts, scratch)
+    search(judged, space, budget, start, verdicts, scratch)
 
 
-def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: Verdicts, scratch: Scratch) -> Bools:
-    """Set verdicts by white queries and the search; return of which sets the keys are known to span all directions."""
+def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: Verdicts, scratch: Scratch) -> None:
+    """Set verdicts by white queries and the search."""
     rows, biased, (sets, count, dim) = judged.rows, judged.biased, judged.rows.shape
     if verdicts.code.all():
-        return np.zeros(sets, np.bool_)
-    white, spans = whiten(rows, biased)
+        return
+    white = whiten(rows, biased)
     if white is None:
-        parts = [slice(b, b + 1) for b in range(sets)]
-        each = [
-            search(of_sets(judged, part), of_sets(space, part), budget, start[part], of_sets(verdicts, part), scratch)
-            for part in parts
-        ]
-        return np.concatenate(each)
+        for part in (slice(b, b + 1) for b in range(sets)):
+            one, answers = of_sets(judged, part), of_sets(verdicts, part)
+            search(one, of_sets(space, part), budget, start[part], answers, scratch)
+        return
     queries, trials = np.ascontiguousarray(white.to_query.mT), white.rows
     if white.lifted and (lowered := trials[..., -1] < 0.0).any():  # queries look upwards
         trials = trials.copy()
@@ -247,7 +245,7 @@ def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: V
     every = np.ones(sets, np.bool_)
     try_queries(space, trials @ queries, 0, biased, every, start, verdicts, scratch)
     if verdicts.code.all():
-        return every & spans
+        return
     columns, products = np.ascontiguousarray(white.rows.mT), np.empty((sets, 0, 0))
     if count <= MOST_PRODUCTS:
         products = np.matmul(white.rows, columns, out=own_room(product_table, sets, count))
@@ -258,7 +256,6 @@ def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: V
     find_verdicts(space, in_white, here, how, room, start, verdicts, scratch)
     if not verdicts.code.all():
         finish_search(judged, space, verdicts, budget, scratch)
-    return every & spans
 
 
 def bound_margins(
@@ -293,40 +290,47 @@ class Request:
     budget: float = BUDGET  # multiplications and additions per key
 
 
-@dataclass(frozen=True)
-class Solved:
-    """Sets of keys, or one, with the coordinates in which they were solved."""
+class Solved(NamedTuple):
+    """Sets of keys, or one, with the coordinates in which they are solved."""
 
     judged: Judged
     seen: Seen | None
     answers: Answers
+    space: Space  # where verdicts are given
+    query_space: Space  # where margins and attention are
 
 
-def solve_together(
+def prepare(
     keys: Float64[np.ndarray, "set key d"],
     bias: Float64[np.ndarray, "set key"] | None,
     queries: Sequence[QuerySet] | None,
-    radii: Float64[np.ndarray, " set"] | None,
     request: Request,
 ) -> Solved:
-    """Solve sets of valid float64 keys: one set, or several that are `alike`."""
-    if bias is not None and (bias == bias[0, 0]).all():
-        bias = None
-    judged = judge(keys, bias, queries)
-    seen = None
+    """Return sets of valid float64 keys without answers: one set, or several that are `alike`."""
+    judged, seen = judge(keys, bias, queries), None
+    space = query_space = make_space(judged.rows, np.zeros(judged.noise.shape), judged.noise)
     if queries is not None and (request.gap is not None or request.attention):
         seen = see(keys, bias, queries)
-    (sets, count, wide), dim = judged.rows.shape, (judged if seen is None else seen).rows.shape[2]
-    answers = no_answers(sets, count, wide, dim)
-    verdicts, margins = answers.verdicts, answers.margins
-    spans = decide_sets(judged, request.own_queries or wide >= count, request.budget, verdicts)
-    if request.gap is None and seen is None:
-        return Solved(judged, seen, answers)
-    space = make_space(*(seen or Seen(judged.rows, np.zeros((sets, count)), judged.noise)))
+        query_space = make_space(*seen)
+    answers = no_answers(*judged.rows.shape, query_space.rows.shape[2])
+    return Solved(judged, seen, answers, space, query_space)
+
+
+def solve(
+    problem: Solved,
+    bias: Float64[np.ndarray, "set key"] | None,
+    queries: Sequence[QuerySet] | None,
+    radii: Float64[np.ndarray, " set"],
+    request: Request,
+) -> None:
+    """Set the answers of some sets."""
+    judged, seen, (verdicts, margins, attention), _, space = problem
+    (sets, count, wide), dim = judged.rows.shape, space.rows.shape[2]
+    decide_sets(judged, problem.space, request.own_queries or wide >= count, request.budget, verdicts)
     if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
         level, levelled = np.zeros((sets, dim)), np.ones(sets, np.bool_)
         if queries is not None and seen is not None:
-            level, levelled = level_queries(seen, queries, bias, spans)
+            level, levelled = level_queries(seen, queries, bias)
         bound_margins(space, level, levelled, request.gap, request.budget, verdicts, margins)
         if seen is None:  # margins are relative to a size that is itself rounded
             doubt = AMPLE * EPS * (count + wide)
@@ -335,34 +339,10 @@ def solve_together(
         gapless = ~space.offset.any(axis=1, keepdims=True)  # the zero query gives no key less than 0
         np.maximum(margins.lower, 0.0, out=margins.lower, where=gapless)
     if seen is not None and request.attention:
-        radii = np.ones(sets) if radii is None else radii
         rows, columns = space.rows * radii[:, None, None], space.columns * radii[:, None, None]
         room, scratch = own_room(attention_room, count, dim), own_room(make_scratch, count, dim)
-        how = margins.at, WEIGHT_GAP, request.budget, room, np.zeros((4, dim)), answers.attention, scratch
+        how = margins.at, WEIGHT_GAP, request.budget, room, np.zeros((4, dim)), attention, scratch
         bound_attention(space, rows, columns, radii, *how)
-    return Solved(judged, seen, answers)
-
-
-def solve_in_turn(
-    keys: Float64[np.ndarray, "set key d"],
-    bias: Float64[np.ndarray, "set key"] | None = None,
-    queries: Sequence[QuerySet] | None = None,
-    radii: Float64[np.ndarray, " set"] | None = None,
-    request: Request = Request(),
-) -> list[Solved]:
-    """Solve sets of valid float64 keys in this thread, several together where that is possible; see `solve_sets`."""
-    sets, count, dim = keys.shape
-    size = max(1, TOGETHER // (count * max(count, dim))) if alike(bias, queries) else 1
-    solved: list[Solved] = []
-    for begin in range(0, sets, size):
-        part = slice(begin, begin + size)
-        of_part = [None if values is None else values[part] for values in (bias, queries, radii)]
-        together = solve_together(np.ascontiguousarray(keys[part]), *of_part, request)
-        judged, seen, answers = together.judged, together.seen, together.answers
-        for b in range(len(judged.rows)):
-            each = Answers(*(of_sets(table, b) for table in answers))
-            solved.append(Solved(of_sets(judged, b), seen and of_sets(seen, b), each))
-    return solved
 
 
 def solve_sets(
@@ -383,16 +363,36 @@ def solve_sets(
         radii: attention is over the queries of each set with |u| no more than this; None: 1.
     """
     compilation.wait()
-    threads = thread_count(threads)
-    size = -(-len(keys) // threads)
-
-    def some(begin: int) -> list[Solved]:
-        part = slice(begin, begin + size)
-        of_part = (None if values is None else values[part] for values in (bias, queries, radii))
-        return solve_in_turn(keys[part], *of_part, request)
-
+    threads, (sets, count, dim) = thread_count(threads), keys.shape
+    radii = np.ones(sets) if radii is None else radii
     with one_blas_thread():  # products round alike for any number of threads
-        return [one for solved in in_threads(some, range(0, len(keys), size), threads) for one in solved]
+        if not alike(bias, queries):
+            return in_threads(partial(solve_alone, keys, bias, queries, radii, request), range(sets), threads)
+        problem = prepare(np.ascontiguousarray(keys), None, queries, request)
+        size = max(1, min(-(-sets // threads), TOGETHER // (count * max(count, dim))))
+
+        def solve_part(begin: int) -> None:
+            part = slice(begin, begin + size)
+            solve(of_sets(problem, part), None, queries and queries[part], radii[part], request)
+
+        in_threads(solve_part, range(0, sets, size), threads)
+    return [of_sets(problem, b) for b in range(sets)]
+
+
+def solve_alone(
+    keys: Float64[np.ndarray, "set key d"],
+    bias: Float64[np.ndarray, "set key"] | None,
+    queries: Sequence[QuerySet] | None,
+    radii: Float64[np.ndarray, " set"],
+    request: Request,
+    b: int,
+) -> Solved:
+    """Solve one of some sets, which may have a bias, or queries that lack directions."""
+    part = slice(b, b + 1)
+    lift = None if bias is None or (bias[b] == bias[b, 0]).all() else bias[part]
+    problem = prepare(np.ascontiguousarray(keys[part]), lift, queries and queries[part], request)
+    solve(problem, lift, queries and queries[part], radii[part], request)
+    return of_sets(problem, 0)
 
 
 def finish_search(judged: Judged, space: Space, verdicts: Verdicts, budget: float, scratch: Scratch) -> None:
@@ -480,7 +480,7 @@ def affine_weights(table: Floats, counts: Floats) -> Floats:
 def _compile_kernels() -> None:
     keys = np.array([[[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0], [1.0, 1.0]]])
     queries = QuerySet(np.array([0.5, 0.0]), np.eye(2))
-    solve_together(keys, np.array([[0.0, 0.0, 0.0, 0.0, 1.0]]), [queries], np.array([0.5]), Request())
+    solve_alone(keys, np.array([[0.0, 0.0, 0.0, 0.0, 1.0]]), [queries], np.array([0.5]), Request(), 0)
 
 
 compilation = Compilation(_compile_kernels)

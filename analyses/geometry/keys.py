@@ -134,6 +134,14 @@ def check_size(name: str, values: Float64[np.ndarray, "*shape"]) -> None:
         raise ValueError(f"the largest {name} is {largest:.3g}: scale it to between {SMALLEST:g} and {LARGEST:g} first")
 
 
+def clearly_span(rows: Float64[np.ndarray, "row d"]) -> bool:
+    """Whether rows clearly span all directions: their squares have a Cholesky factor with pivots of about one size."""
+    with suppress(np.linalg.LinAlgError):
+        pivots = np.linalg.cholesky(rows.T @ rows).diagonal()
+        return bool(pivots.min() > CLEARLY * pivots.max())
+    return False
+
+
 @dataclass(frozen=True)
 class QuerySet:
     """All queries `center + axes @ u` with `|u| <= 1`; scores are plain products with keys, in nats.
@@ -150,11 +158,8 @@ class QuerySet:
     def missing(self) -> Float64[np.ndarray, "d m"]:
         """Orthonormal directions that the span of the axes lacks (relative singular value below SPAN_TOLERANCE)."""
         d, r = self.axes.shape
-        if r >= d:
-            with suppress(np.linalg.LinAlgError):
-                pivots = np.linalg.cholesky(self.axes @ self.axes.T).diagonal()
-                if pivots.min() > CLEARLY * pivots.max():
-                    return np.zeros((d, 0))
+        if r >= d and clearly_span(self.axes.T):
+            return np.zeros((d, 0))
         left, values, _ = np.linalg.svd(self.axes)
         rank = int(((values >= SPAN_TOLERANCE * values[0]) & (values > 0.0)).sum())
         return np.ascontiguousarray(left[:, rank:])
@@ -340,18 +345,13 @@ def see(keys: Floats, bias: Floats | None, query_sets: Sequence[QuerySet]) -> Se
     return Seen(rows, offset, noise + own)
 
 
-def level_queries(
-    seen: Seen, query_sets: Sequence[QuerySet], bias: Floats | None, spans: Bools
-) -> tuple[Floats, Bools]:
-    """Return for each set a u under which all keys score alike, and whether one is known in the unit ball.
-
-    Args:
-        spans: whether the keys are known to differ along every direction.
-    """
-    level = np.zeros((len(spans), seen.rows.shape[2]))
+def level_queries(seen: Seen, query_sets: Sequence[QuerySet], bias: Floats | None) -> tuple[Floats, Bools]:
+    """Return for each set a u under which all keys score alike, and whether one is known in the unit ball."""
+    level = np.zeros(seen.rows.shape[::2])
     for b, queries in enumerate(query_sets):
         u = queries.level if bias is None else None
-        if u is None or (np.linalg.norm(u) > 1.0 and not spans[b]):  # the keys may need less of a query than its being 0
+        if u is None or (np.linalg.norm(u) > 1.0 and not clearly_span(seen.rows[b])):
+            # The keys may need less of a query than its being 0.
             u = -np.linalg.lstsq(seen.rows[b], seen.offset[b] - seen.offset[b].mean(), rcond=None)[0]
         level[b] = u
     scores = (seen.rows @ level[..., None])[..., 0] + seen.offset
@@ -371,21 +371,21 @@ class White(NamedTuple):
     lifted: bool  # the last coordinate is what of the bias is not an affine function of the key
 
 
-def whiten(rows: Floats, biased: bool) -> tuple[White | None, bool]:
-    """Return white coordinates of the keys where verdicts are given, and whether these clearly span all directions.
+def whiten(rows: Floats, biased: bool) -> White | None:
+    """Return white coordinates of the keys where verdicts are given.
 
-    None for several sets that do not all do so: their ranks may differ.
+    None for several sets that do not all clearly span all directions: their ranks may differ.
     """
     sets, count, dim = rows.shape
     if count > dim:
         upper, inverse, thinnest = rows.mT @ rows, np.zeros((sets, dim, dim)), np.zeros(sets)
         invert_factors(upper, count, inverse, thinnest)
         if thinnest.all():
-            return White(rows @ inverse, inverse, thinnest, biased), True
+            return White(rows @ inverse, inverse, thinnest, biased)
     if sets > 1:
-        return None, False
+        return None
     flat = whiten_flat(rows[0], biased) if count > dim else None
-    return flat or whiten_carefully(rows[0], biased), False
+    return flat or whiten_carefully(rows[0], biased)
 
 
 def whiten_flat(rows: Floats, biased: bool) -> White | None:
