@@ -24,7 +24,6 @@ its own RMS is one more coordinate, in which a query looks upwards only):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -117,16 +116,14 @@ _Table = TypeVar("_Table", bound=NamedTuple)
 
 
 def of_sets(table: _Table, part: slice | int) -> _Table:
-    """Return what a table of several sets says about some of them, or about one."""
-
-    def parts() -> Iterator[Any]:
-        for field in table:
-            if isinstance(field, np.ndarray):
-                yield field[part]
-            else:
-                yield of_sets(field, part) if isinstance(field, tuple) else field
-
-    return table._make(parts())
+    """Return what a table of several sets, which may contain tables, says about some of them, or about one."""
+    fields: list[Any] = list(table)
+    for place, field in enumerate(fields):
+        if isinstance(field, np.ndarray):
+            fields[place] = field[part]
+        elif isinstance(field, tuple):
+            fields[place] = of_sets(field, part)
+    return table._make(fields)
 
 
 @compiled_part

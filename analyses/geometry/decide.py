@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -56,7 +55,7 @@ from ln_probe.analyses.geometry.check import (
     verdicts_of,
 )
 from ln_probe.analyses.geometry.compiled import Compilation, compiled_in_place, in_threads, thread_count
-from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, alike, judge, level_queries, see, whiten
+from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, alike, centre, judge, level_queries, see, whiten
 from ln_probe.analyses.geometry.nearest import (
     CLEAR,
     Keys,
@@ -79,7 +78,9 @@ BUDGET = 1e9
 # Above this number of keys no matrix of all their products is made.
 MOST_PRODUCTS = 2048
 # Sets are solved together while the products of all their keys are no more than this.
-TOGETHER = 2**18
+TOGETHER = 2**17
+# Sets of keys of no more numbers are prepared in one thread: numpy's small steps take the interpreter's lock in turn.
+SMALL = 2**15
 # Own queries are tried if the first keys win under theirs.
 PILOT = 32
 # Queries whose scores are computed together.
@@ -206,27 +207,6 @@ def try_weights(spaces: Space, biased: bool, all_verdicts: Verdicts, scratch: Sc
             prove_weights(space_of(spaces, b), i, member, value, used, biased, verdicts, scratch)
 
 
-def decide_sets(judged: Judged, space: Space, own_queries: bool, budget: float, verdicts: Verdicts) -> None:
-    """Set the verdicts of some sets.
-
-    Args:
-        own_queries: whether every key is tried under itself first.
-    """
-    rows, biased, (sets, count, dim) = judged.rows, judged.biased, judged.rows.shape
-    code, copies = verdicts.code, verdicts.copies
-    find_copies(rows, verdicts.first, copies)
-    code[copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE  # nothing to compete with
-    if code.all():
-        return
-    scratch, start = own_room(make_scratch, count, dim), np.full((sets, count), -1)
-    if not biased:
-        leaders = (rows[:, :PILOT] @ space.columns).argmax(axis=2)
-        wanted = (leaders == np.arange(leaders.shape[1])).all(axis=1) & (count >= PILOT) | own_queries
-        if wanted.any():
-            try_queries(space, rows, 0, biased, wanted, start, verdicts, scratch)
-    search(judged, space, budget, start, verdicts, scratch)
-
-
 def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: Verdicts, scratch: Scratch) -> None:
     """Set verdicts by white queries and the search."""
     rows, biased, (sets, count, dim) = judged.rows, judged.biased, judged.rows.shape
@@ -250,34 +230,12 @@ def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: V
     if count <= MOST_PRODUCTS:
         products = np.matmul(white.rows, columns, out=own_room(product_table, sets, count))
     how = Search(True, count > MOST_PRODUCTS, white.lifted, 0.0, budget)
-    in_white = Keys(white.rows, columns, products, np.zeros((sets, count)))
+    in_white = Keys(white.rows, columns, products, space.offset)
     here = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
     room = own_room(search_room, count, max(white.rows.shape[2], 1), dim)
     find_verdicts(space, in_white, here, how, room, start, verdicts, scratch)
     if not verdicts.code.all():
         finish_search(judged, space, verdicts, budget, scratch)
-
-
-def bound_margins(
-    space: Space, level: Floats, levelled: Bools, gap: float, budget: float, verdicts: Verdicts, margins: Margins
-) -> None:
-    """Bracket the margins of some sets.
-
-    Args:
-        level: for each set, a u under which all keys score alike, if `levelled`.
-    """
-    rows, (sets, count, dim) = space.rows, space.rows.shape
-    scratch, room = own_room(make_scratch, count, dim), own_room(search_room, count, dim, dim)
-    centred = (rows - rows.mean(axis=1, keepdims=True)).reshape(sets, -1)
-    sizes = np.sqrt(np.einsum("sx,sx->s", centred, centred) / count)
-    for careful in (False, True):
-        if careful or count <= MOST_PRODUCTS:
-            products = np.empty((sets, 0, 0))
-            if not careful:
-                products = np.matmul(rows, space.columns, out=own_room(product_table, sets, count))
-            keys = Keys(rows, space.columns, products, space.offset)
-            how = Search(False, careful, False, gap, budget)
-            find_margins(space, keys, how, room, level, levelled, sizes, verdicts, margins, scratch)
 
 
 @dataclass(frozen=True)
@@ -296,8 +254,17 @@ class Solved(NamedTuple):
     judged: Judged
     seen: Seen | None
     answers: Answers
+
+
+class Problem(NamedTuple):
+    """Sets of keys with all that is needed to solve them."""
+
+    solved: Solved
     space: Space  # where verdicts are given
     query_space: Space  # where margins and attention are
+    own_queries: Bools  # whether every key is tried under itself first
+    level: Floats  # a u under which all keys score alike, if `levelled`
+    levelled: Bools
 
 
 def prepare(
@@ -305,33 +272,62 @@ def prepare(
     bias: Float64[np.ndarray, "set key"] | None,
     queries: Sequence[QuerySet] | None,
     request: Request,
-) -> Solved:
-    """Return sets of valid float64 keys without answers: one set, or several that are `alike`."""
-    judged, seen = judge(keys, bias, queries), None
-    space = query_space = make_space(judged.rows, np.zeros(judged.noise.shape), judged.noise)
+) -> Problem:
+    """Return sets of valid float64 keys before they are solved: one set, or several that are `alike`."""
+    points, off = centre(keys)
+    judged, seen = judge(points, off, bias, queries), None
+    rows, (sets, count, wide) = judged.rows, judged.rows.shape
+    space = query_space = make_space(rows, np.zeros((sets, count)), judged.noise)
+    level, levelled = np.zeros((sets, wide)), np.ones(sets, np.bool_)
     if queries is not None and (request.gap is not None or request.attention):
-        seen = see(keys, bias, queries)
+        seen = see(points, bias, queries)
         query_space = make_space(*seen)
-    answers = no_answers(*judged.rows.shape, query_space.rows.shape[2])
-    return Solved(judged, seen, answers, space, query_space)
-
-
-def solve(
-    problem: Solved,
-    bias: Float64[np.ndarray, "set key"] | None,
-    queries: Sequence[QuerySet] | None,
-    radii: Float64[np.ndarray, " set"],
-    request: Request,
-) -> None:
-    """Set the answers of some sets."""
-    judged, seen, (verdicts, margins, attention), _, space = problem
-    (sets, count, wide), dim = judged.rows.shape, space.rows.shape[2]
-    decide_sets(judged, problem.space, request.own_queries or wide >= count, request.budget, verdicts)
-    if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
-        level, levelled = np.zeros((sets, dim)), np.ones(sets, np.bool_)
-        if queries is not None and seen is not None:
+        if request.gap is not None:
             level, levelled = level_queries(seen, queries, bias)
-        bound_margins(space, level, levelled, request.gap, request.budget, verdicts, margins)
+    answers = no_answers(sets, count, wide, query_space.rows.shape[2])
+    verdicts = answers.verdicts
+    find_copies(rows, verdicts.first, verdicts.copies)
+    verdicts.code[verdicts.copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE  # nothing to compete with
+    own_queries = np.full(sets, (request.own_queries or wide >= count) and not judged.biased)
+    if count >= PILOT and not judged.biased:
+        leaders = (rows[:, :PILOT] @ space.columns).argmax(axis=2)
+        own_queries |= (leaders == np.arange(PILOT)).all(axis=1)
+    return Problem(Solved(judged, seen, answers), space, query_space, own_queries, level, levelled)
+
+
+def decide_sets(problem: Problem, budget: float) -> None:
+    """Set the verdicts of some sets, of which some keys may have one."""
+    (judged, _, (verdicts, _, _)), space, own_queries = problem.solved, problem.space, problem.own_queries
+    scratch, start = own_room(make_scratch, *judged.rows.shape[1:]), np.full(verdicts.code.shape, -1)
+    if own_queries.any():
+        try_queries(space, judged.rows, 0, judged.biased, own_queries, start, verdicts, scratch)
+    search(judged, space, budget, start, verdicts, scratch)
+
+
+def bound_margins(problem: Problem, gap: float, budget: float) -> None:
+    """Bracket the margins of some sets."""
+    space, (verdicts, margins, _) = problem.query_space, problem.solved.answers
+    rows, (sets, count, dim) = space.rows, space.rows.shape
+    scratch, room = own_room(make_scratch, count, dim), own_room(search_room, count, dim, dim)
+    sizes = np.sqrt((space.length * space.length).mean(axis=1))
+    for careful in (False, True):
+        if careful or count <= MOST_PRODUCTS:
+            products = np.empty((sets, 0, 0))
+            if not careful:
+                products = np.matmul(rows, space.columns, out=own_room(product_table, sets, count))
+            keys = Keys(rows, space.columns, products, space.offset)
+            how = Search(False, careful, False, gap, budget)
+            level, levelled = problem.level, problem.levelled
+            find_margins(space, keys, how, room, level, levelled, sizes, verdicts, margins, scratch)
+
+
+def solve(problem: Problem, radii: Float64[np.ndarray, " set"], request: Request) -> None:
+    """Set the answers of some sets."""
+    (judged, seen, answers), space = problem.solved, problem.query_space
+    (count, wide), dim, margins = judged.rows.shape[1:], space.rows.shape[2], answers.margins
+    decide_sets(problem, request.budget)
+    if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
+        bound_margins(problem, request.gap, request.budget)
         if seen is None:  # margins are relative to a size that is itself rounded
             doubt = AMPLE * EPS * (count + wide)
             margins.lower[:] *= 1.0 - doubt
@@ -341,7 +337,7 @@ def solve(
     if seen is not None and request.attention:
         rows, columns = space.rows * radii[:, None, None], space.columns * radii[:, None, None]
         room, scratch = own_room(attention_room, count, dim), own_room(make_scratch, count, dim)
-        how = margins.at, WEIGHT_GAP, request.budget, room, np.zeros((4, dim)), attention, scratch
+        how = margins.at, WEIGHT_GAP, request.budget, room, np.zeros((4, dim)), answers.attention, scratch
         bound_attention(space, rows, columns, radii, *how)
 
 
@@ -364,35 +360,22 @@ def solve_sets(
     """
     compilation.wait()
     threads, (sets, count, dim) = thread_count(threads), keys.shape
-    radii = np.ones(sets) if radii is None else radii
+    radii, size, prepared = np.ones(sets) if radii is None else radii, 1, None
     with one_blas_thread():  # products round alike for any number of threads
-        if not alike(bias, queries):
-            return in_threads(partial(solve_alone, keys, bias, queries, radii, request), range(sets), threads)
-        problem = prepare(np.ascontiguousarray(keys), None, queries, request)
-        size = max(1, min(-(-sets // threads), TOGETHER // (count * max(count, dim))))
+        if alike(bias, queries):
+            size = max(1, min(-(-sets // threads), TOGETHER // (count * max(count, dim))))
+            prepared = prepare(np.ascontiguousarray(keys), None, queries, request) if keys.size <= SMALL else None
 
-        def solve_part(begin: int) -> None:
+        def solve_part(begin: int) -> list[Solved]:
             part = slice(begin, begin + size)
-            solve(of_sets(problem, part), None, queries and queries[part], radii[part], request)
+            lift = None if bias is None or (bias[part] == bias[begin, 0]).all() else bias[part]
+            some = None if queries is None else queries[part]
+            problem = prepared and of_sets(prepared, part)
+            problem = problem or prepare(np.ascontiguousarray(keys[part]), lift, some, request)
+            solve(problem, radii[part], request)
+            return [of_sets(problem.solved, b) for b in range(len(problem.own_queries))]
 
-        in_threads(solve_part, range(0, sets, size), threads)
-    return [of_sets(problem, b) for b in range(sets)]
-
-
-def solve_alone(
-    keys: Float64[np.ndarray, "set key d"],
-    bias: Float64[np.ndarray, "set key"] | None,
-    queries: Sequence[QuerySet] | None,
-    radii: Float64[np.ndarray, " set"],
-    request: Request,
-    b: int,
-) -> Solved:
-    """Solve one of some sets, which may have a bias, or queries that lack directions."""
-    part = slice(b, b + 1)
-    lift = None if bias is None or (bias[b] == bias[b, 0]).all() else bias[part]
-    problem = prepare(np.ascontiguousarray(keys[part]), lift, queries and queries[part], request)
-    solve(problem, lift, queries and queries[part], radii[part], request)
-    return of_sets(problem, 0)
+        return [one for solved in in_threads(solve_part, range(0, sets, size), threads) for one in solved]
 
 
 def finish_search(judged: Judged, space: Space, verdicts: Verdicts, budget: float, scratch: Scratch) -> None:
@@ -477,10 +460,19 @@ def affine_weights(table: Floats, counts: Floats) -> Floats:
     return np.asarray(solution / (counts @ solution))
 
 
+def keep_freed_memory() -> None:
+    """Let the allocator keep freed memory: it gave that of every set back, which took half the time of verdicts.
+
+    The C library of Linux keeps twice as much as the largest array that was ever freed, up to 64 MiB.
+    """
+    np.empty(31 * 2**17)
+
+
 def _compile_kernels() -> None:
+    keep_freed_memory()
     keys = np.array([[[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0], [1.0, 1.0]]])
     queries = QuerySet(np.array([0.5, 0.0]), np.eye(2))
-    solve_alone(keys, np.array([[0.0, 0.0, 0.0, 0.0, 1.0]]), [queries], np.array([0.5]), Request(), 0)
+    solve_sets(keys, np.array([[0.0, 0.0, 0.0, 0.0, 1.0]]), [queries], np.array([0.5]), threads=1)
 
 
 compilation = Compilation(_compile_kernels)

@@ -9,7 +9,6 @@ them (`Seen`): `z = Aᵀk`, in nats, with `c·k` and the bias added to the score
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -134,12 +133,13 @@ def check_size(name: str, values: Float64[np.ndarray, "*shape"]) -> None:
         raise ValueError(f"the largest {name} is {largest:.3g}: scale it to between {SMALLEST:g} and {LARGEST:g} first")
 
 
-def clearly_span(rows: Float64[np.ndarray, "row d"]) -> bool:
-    """Whether rows clearly span all directions: their squares have a Cholesky factor with pivots of about one size."""
-    with suppress(np.linalg.LinAlgError):
-        pivots = np.linalg.cholesky(rows.T @ rows).diagonal()
-        return bool(pivots.min() > CLEARLY * pivots.max())
-    return False
+def clearly_span(rows: Float64[np.ndarray, "set row d"]) -> Bools:
+    """Return which sets of rows clearly span all directions: their Gram matrix has a factor with pivots of one size."""
+    try:
+        pivots = np.linalg.cholesky(rows.mT @ rows).diagonal(axis1=1, axis2=2)
+    except np.linalg.LinAlgError:
+        return np.zeros(1, np.bool_) if len(rows) == 1 else np.concatenate([clearly_span(one[None]) for one in rows])
+    return np.asarray(pivots.min(axis=1) > CLEARLY * pivots.max(axis=1))
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class QuerySet:
     def missing(self) -> Float64[np.ndarray, "d m"]:
         """Orthonormal directions that the span of the axes lacks (relative singular value below SPAN_TOLERANCE)."""
         d, r = self.axes.shape
-        if r >= d and clearly_span(self.axes.T):
+        if r >= d and clearly_span(self.axes.T[None]).all():
             return np.zeros((d, 0))
         left, values, _ = np.linalg.svd(self.axes)
         rank = int(((values >= SPAN_TOLERANCE * values[0]) & (values > 0.0)).sum())
@@ -290,13 +290,12 @@ def alike(bias: Floats | None, query_sets: Sequence[QuerySet] | None) -> bool:
     return bias is None and all(queries.missing.shape[1] == 0 for queries in query_sets or ())
 
 
-def judge(keys: Floats, bias: Floats | None, query_sets: Sequence[QuerySet] | None) -> Judged:
-    """Return the keys of some sets where verdicts are given: of one set, or of several that are `alike`."""
-    points, off = centre(keys)
-    nothing = np.zeros(keys.shape[:2])
+def judge(points: Floats, off: Floats, bias: Floats | None, query_sets: Sequence[QuerySet] | None) -> Judged:
+    """Return centred keys of some sets where verdicts are given: of one set, or of several that are `alike`."""
+    nothing, wide = np.zeros(points.shape[:2]), points.shape[2]
     if alike(bias, query_sets):
-        rows, noise, size = over_rms(points, off, nothing, keys.shape[2])
-        return Judged(rows, noise, False, size, np.zeros(len(keys)))
+        rows, noise, size = over_rms(points, off, nothing, wide)
+        return Judged(rows, noise, False, size, np.zeros(len(points)))
     lift, doubt, own_noise = nothing, nothing, nothing
     queries = None if query_sets is None else query_sets[0]
     if bias is not None:
@@ -313,11 +312,11 @@ def judge(keys: Floats, bias: Floats | None, query_sets: Sequence[QuerySet] | No
             doubt = doubt + EPS * np.abs(lift)
         length = np.linalg.norm(points, axis=2)
         flat = queries.in_span(points)
-        rounding = (points.shape[2] + 16) * EPS
+        rounding = (wide + 16) * EPS
         points = flat if np.linalg.norm(flat) > rounding * np.linalg.norm(length) else np.zeros_like(flat)
-        own_noise = AMPLE * (points.shape[2] + 8) * EPS * length
+        own_noise = AMPLE * (wide + 8) * EPS * length
     biased = bias is not None or (queries is not None and bool(queries.outside.any()))
-    rows, noise, size = over_rms(np.ascontiguousarray(points), off, own_noise, keys.shape[2] + biased)
+    rows, noise, size = over_rms(np.ascontiguousarray(points), off, own_noise, wide + biased)
     if not biased:
         return Judged(rows, noise, False, size, np.zeros(1))
     level = bool((lift == lift[0, 0]).all())
@@ -329,9 +328,8 @@ def judge(keys: Floats, bias: Floats | None, query_sets: Sequence[QuerySet] | No
     return Judged(rows, noise + 4 * EPS * np.abs(lift / rms) + AMPLE * doubt / rms, True, size, np.array([rms]))
 
 
-def see(keys: Floats, bias: Floats | None, query_sets: Sequence[QuerySet]) -> Seen:
-    """Return the keys of some sets as their queries see them: of one set, or of several without a bias."""
-    points, _ = centre(keys)
+def see(points: Floats, bias: Floats | None, query_sets: Sequence[QuerySet]) -> Seen:
+    """Return centred keys of some sets as their queries see them: of one set, or of several without a bias."""
     centers, axes = (np.stack([getattr(each, name) for each in query_sets]) for name in ("center", "axes"))
     sizes, slack = np.abs(points), np.array([[queries.slack] for queries in query_sets])
     rows, offset = points @ axes, np.einsum("skd,sd->sk", points, centers)
@@ -347,11 +345,11 @@ def see(keys: Floats, bias: Floats | None, query_sets: Sequence[QuerySet]) -> Se
 
 def level_queries(seen: Seen, query_sets: Sequence[QuerySet], bias: Floats | None) -> tuple[Floats, Bools]:
     """Return for each set a u under which all keys score alike, and whether one is known in the unit ball."""
-    level = np.zeros(seen.rows.shape[::2])
-    for b, queries in enumerate(query_sets):
-        u = queries.level if bias is None else None
-        if u is None or (np.linalg.norm(u) > 1.0 and not clearly_span(seen.rows[b])):
-            # The keys may need less of a query than its being 0.
+    level, known = np.zeros(seen.rows.shape[::2]), [None if bias is not None else each.level for each in query_sets]
+    outside = np.array([u is None or np.linalg.norm(u) > 1.0 for u in known])
+    spans = clearly_span(seen.rows) if outside.any() else outside
+    for b, u in enumerate(known):
+        if u is None or (outside[b] and not spans[b]):  # the keys may need less of a query than its being 0
             u = -np.linalg.lstsq(seen.rows[b], seen.offset[b] - seen.offset[b].mean(), rcond=None)[0]
         level[b] = u
     scores = (seen.rows @ level[..., None])[..., 0] + seen.offset
