@@ -11,6 +11,7 @@ folder of its own.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import threading
@@ -134,7 +135,8 @@ class Compilation:
             raise self._error
 
     def _run(self) -> None:
-        folder = cache_folder(Path(__file__).resolve().parent)
+        folder, thresholds = cache_folder(Path(__file__).resolve().parent), gc.get_threshold()
+        gc.set_threshold(20_000, 50, 50)  # to look for garbage among what the compiler keeps took a tenth of the time
         try:
             if folder is None:
                 self._work()
@@ -143,6 +145,8 @@ class Compilation:
                 self._work()
         except BaseException as error:
             self._error = error
+        finally:
+            gc.set_threshold(*thresholds)
 
 
 _share: int | None = None  # of the machine, where several processes divide it among them
