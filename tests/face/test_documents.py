@@ -126,7 +126,7 @@ def figures_of_findings() -> list[str]:
         "seeds": 10,
     }
     contrasts = ("size 1/sqrt(d) of values alone", "no projection, at radius sqrt(d)")
-    causal: dict[str, Any] = {"table": TABLES / "lm-layernorm-books" / "causal.csv", "sites": "all"}
+    causal: dict[str, Any] = {"table": TABLES / "lm-layernorm-books" / "causal.csv"}
     books = pd.read_csv(TABLES / "books-summary.csv")
     books = books.query("model == 'lm-layernorm' and sites == 'all' and variant == 'no_scaling'")
     removed: dict[str, Any] = {"table": PUBLISHED / "remove_norm" / "effects.csv", "difference": "removed - kept"}
@@ -140,9 +140,10 @@ def figures_of_findings() -> list[str]:
         *(with_interval(one_row(**majority, contrast=contrast), seeds, 2) for contrast in contrasts),
         "+0.05",  # read off figure 4b
         with_interval(shape, ("estimate", "low", "high"), 3),
-        with_interval(one_row(**causal, variant="no_scaling"), prompts, 3),
+        with_interval(one_row(**causal, sites="all", variant="no_scaling"), prompts, 3),
         *(f"{increase:+.3f}" for increase in books["delta_loss"]),
-        with_interval(one_row(**causal, variant="no_projection"), prompts, 3),
+        with_interval(one_row(**causal, sites="attention", variant="no_scaling"), prompts, 3),
+        with_interval(one_row(**causal, sites="all", variant="no_projection"), prompts, 3),
         with_interval(one_row(**removed, measure="valid_loss"), seeds, 3),
     ]
 
