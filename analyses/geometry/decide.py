@@ -84,7 +84,7 @@ SMALL = 2**15
 # Own queries are tried if the first keys win under theirs.
 PILOT = 32
 # Queries whose scores are computed together.
-TRIALS = 64
+TRIALS = 128
 # The nearest point is found where no key scores less than it by more than this share of its square.
 CONVERGED = 1e-10
 

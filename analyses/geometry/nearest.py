@@ -627,7 +627,7 @@ def find_margins(
     level: Floats,
     levelled: Bools,
     sizes: Floats,
-    verdicts: Verdicts,
+    all_verdicts: Verdicts,
     all_margins: Margins,
     scratch: Scratch,
 ) -> None:
@@ -647,7 +647,8 @@ def find_margins(
         enough = 2.0 * floor
         if is_narrow(all_margins.lower[b, i], all_margins.upper[b, i], search.gap, enough):
             continue
-        space, keys, margins = space_of(spaces, b), keys_of(key_sets, b), margins_of(all_margins, b)
+        space, keys, verdicts = space_of(spaces, b), keys_of(key_sets, b), verdicts_of(all_verdicts, b)
+        margins = margins_of(all_margins, b)
         offset, lower, upper = keys.offset, margins.lower, margins.upper
         copy = mark_equal(keys.rows, offset, i, absent)
         if levelled[b]:
@@ -655,8 +656,8 @@ def find_margins(
         used, member, value = 0, room.members[KEPT], vectors[VALUE]
         if copy >= 0:
             used, member[0], value[0] = 1, copy, 1.0
-        elif levelled[b] and verdicts.code[b, i] == UNSELECTABLE and verdicts.used[b, i] <= dim + 2:
-            used, member, value = verdicts.used[b, i], verdicts.member[b, i], verdicts.value[b, i]
+        elif levelled[b] and verdicts.code[i] == UNSELECTABLE and verdicts.used[i] <= dim + 2:
+            used, member, value = verdicts.used[i], verdicts.member[i], verdicts.value[i]
             enough = max(enough, INSIDE * sizes[b])
         if used > 0:
             keep_bound(space, i, member, value, used, margins, scratch.scores)
