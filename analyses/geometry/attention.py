@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ln_probe.analyses.geometry.check import Attention, Floats, Ints, Scratch, Space, keep_attention, space_of
-from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part
+from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part, compiled_slice
 from ln_probe.analyses.geometry.nearest import combine
 
 # Keys with less than this share of the largest competing weight are left out of the second-order model (never of the
@@ -259,10 +259,7 @@ def take_best_start(columns: Floats, offset: Floats, i: int, starts: Floats, roo
     return value
 
 
-@compiled_part
-def attention_of(attention: Attention, b: int) -> Attention:
-    """Return the attention of one set."""
-    return Attention(attention.lower[b], attention.upper[b], attention.at[b], attention.bound_at[b])
+attention_of = compiled_slice(Attention)
 
 
 @compiled_in_place

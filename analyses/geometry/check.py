@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part
+from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part, compiled_slice
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -126,18 +126,7 @@ def of_sets(table: _Table, part: slice | int) -> _Table:
     return table._make(fields)
 
 
-@compiled_part
-def space_of(space: Space, b: int) -> Space:
-    """Return the space of one set."""
-    noise, error = space.noise[b], space.error[b]
-    return Space(space.rows[b], space.columns[b], space.offset[b], space.length[b], noise, error)
-
-
-@compiled_part
-def verdicts_of(verdicts: Verdicts, b: int) -> Verdicts:
-    """Return the verdicts of one set."""
-    code, first, copies, query, used, member, value, repaired = verdicts
-    return Verdicts(code[b], first[b], copies[b], query[b], used[b], member[b], value[b], repaired[b])
+space_of, verdicts_of = compiled_slice(Space), compiled_slice(Verdicts)
 
 
 def make_space(rows: Floats, offset: Floats, noise: Floats) -> Space:
@@ -317,6 +306,51 @@ def prove_weights(
         verdicts.code[i], verdicts.used[i] = UNSELECTABLE, used
         for a in range(used):
             verdicts.member[i, a], verdicts.value[i, a] = member[a], value[a]
+
+
+@compiled_in_place
+def try_scores(
+    spaces: Space,
+    trials: Floats,
+    scores: Floats,
+    first: int,
+    biased: bool,
+    wanted: Bools,
+    start: Ints,
+    all_verdicts: Verdicts,
+    scratch: Scratch,
+) -> None:
+    """Give verdicts to keys without one that their queries prove, from the scores of all keys under these."""
+    many = trials.shape[1]
+    for place in range(trials.shape[0] * many):
+        b, a, best = place // many, place % many, -np.inf
+        i = first + a
+        if not wanted[b] or all_verdicts.code[b, i] != UNDECIDED:
+            continue
+        space, verdicts, under = space_of(spaces, b), verdicts_of(all_verdicts, b), scores[b, a]
+        set_absent(space.rows, i, verdicts.copies, scratch.absent)
+        for j in range(under.shape[0]):
+            if not scratch.absent[j] and under[j] > best:
+                best, start[b, i] = under[j], j
+        if under[i] > best:
+            if biased:
+                prove_query(space, i, trials[b, a], biased, verdicts, scratch)
+            else:
+                lead = lead_under(space, i, trials[b, a], under, biased, scratch.absent)
+                keep_lead(i, lead, trials[b, a], verdicts)
+
+
+@compiled_in_place
+def try_weights(spaces: Space, biased: bool, all_verdicts: Verdicts, scratch: Scratch) -> None:
+    """Give verdicts to keys without one that the weights at their place prove."""
+    sets, count = all_verdicts.code.shape
+    for place in range(sets * count):
+        b, i = place // count, place % count
+        if all_verdicts.code[b, i] == UNDECIDED:
+            verdicts = verdicts_of(all_verdicts, b)
+            used, verdicts.used[i] = verdicts.used[i], 0
+            member, value = verdicts.member[i], verdicts.value[i]
+            prove_weights(space_of(spaces, b), i, member, value, used, biased, verdicts, scratch)
 
 
 @compiled_part

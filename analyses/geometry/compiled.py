@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
@@ -31,38 +31,29 @@ from ln_probe.analyses.progress import tell_delay
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
+_Table = TypeVar("_Table", bound=NamedTuple)
 
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-# Without memory to allocate there are no references to count, which took half of the time of small sets; and arrays
-# that are made in compiled functions took a tenth of the compilation.
-_IN_PLACE = _OPTIONS | {"_nrt": False}
+# Without memory to allocate ("_nrt") there are no references to count, which took half of the time of small sets; and
+# arrays that are made in compiled functions took a tenth of the compilation.
+_IN_PLACE: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
 # (A part that does not say so is inlined wherever it is called, if what calls it first is inlined itself.)
 _PART = _IN_PLACE | {"no_cpython_wrapper": True, "forceinline": False}
 
 
-def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function` on its first call.
+def compiled_in_place(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Compile `function`, which makes no arrays, on its first call.
 
     The machine code is cached in the user's cache folder, or below `NUMBA_CACHE_DIR`; where neither can be written it
     is compiled anew in every process.
     """
-    return _with_cache(function, _OPTIONS)
-
-
-def compiled_in_place(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function`, which makes no arrays, on its first call."""
-    return _with_cache(function, _IN_PLACE)
-
-
-def _with_cache(function: Callable[_Args, _Result], options: dict[str, Any]) -> Callable[_Args, _Result]:
     folder = cache_folder(Path(function.__code__.co_filename).resolve().parent)
     if folder is None:
-        return cast("Callable[_Args, _Result]", numba.njit(function, **options))
+        return cast("Callable[_Args, _Result]", numba.njit(function, **_IN_PLACE))
     settings: Any = numba.config  # its attributes are set when it is imported
     before, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
     try:
-        return cast("Callable[_Args, _Result]", numba.njit(function, cache=True, **options))
+        return cast("Callable[_Args, _Result]", numba.njit(function, cache=True, **_IN_PLACE))
     finally:
         settings.CACHE_DIR = before
 
@@ -78,6 +69,12 @@ def compiled_inline(function: Callable[_Args, _Result]) -> Callable[_Args, _Resu
     Machine code is made of a function, and again of every function that contains it, so each place costs time.
     """
     return cast("Callable[_Args, _Result]", numba.njit(function, **_PART | {"forceinline": True}))
+
+
+def compiled_slice(kind: type[_Table]) -> Callable[[_Table, int], _Table]:
+    """Return a compiled function that takes one set from a table of arrays that lead with the set."""
+    fields = ", ".join(f"table.{name}[b]" for name in kind._fields)
+    return compiled_part(eval(f"lambda table, b: kind({fields})", {"kind": kind}))
 
 
 # Of a constant that a kernel is called with: numba would compile it once for each constant.
@@ -168,19 +165,6 @@ def use_processors(count: int | None) -> None:
     _share = count
 
 
-def thread_count(threads: int | None) -> int:
-    """Return a number of threads as it was given, or one for each processor.
-
-    Raises:
-        ValueError: below 1.
-    """
-    if threads is None:
-        return processors()
-    from ln_probe.hooks.model import whole_number  # (with torch, which the kernels do without)
-
-    return whole_number(threads, "threads", 1)
-
-
 def in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], threads: int) -> list[_Result]:
     """Return `[work(item) for item in items]`, computed by this thread and `threads - 1` others."""
     if threads == 1 or len(items) < 2:
@@ -193,12 +177,10 @@ def in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], threads
             results[place] = work(items[place])
 
     others = [_threads(threads - 1).submit(share) for _ in range(min(threads, len(items)) - 1)]
-    try:
-        share()
-    finally:
-        for other in others:
-            if not other.cancel():  # one that has not begun finds nothing to do
-                other.result()
+    share()
+    for other in others:
+        if not other.cancel():  # one that has not begun finds nothing to do
+            other.result()
     return results
 
 

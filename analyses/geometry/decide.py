@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from jaxtyping import Float64
@@ -43,18 +43,13 @@ from ln_probe.analyses.geometry.check import (
     Space,
     Verdicts,
     find_copies,
-    keep_lead,
-    lead_under,
     make_scratch,
     make_space,
     of_sets,
-    prove_query,
-    prove_weights,
-    set_absent,
-    space_of,
-    verdicts_of,
+    try_scores,
+    try_weights,
 )
-from ln_probe.analyses.geometry.compiled import Compilation, compiled_in_place, in_threads, thread_count
+from ln_probe.analyses.geometry.compiled import Compilation, in_threads, processors
 from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, alike, centre, judge, level_queries, see, whiten
 from ln_probe.analyses.geometry.nearest import (
     CLEAR,
@@ -92,7 +87,7 @@ CONVERGED = 1e-10
 _rooms = threading.local()
 
 
-def own_room(make: Callable[..., _Room], *sizes: int) -> _Room:
+def own_room(make: Callable[..., _Room], *sizes: Any) -> _Room:
     """Return `make(*sizes)`, the same one for the next set of these sizes that the thread solves.
 
     To ask the system for memory anew for every set took a tenth of the time, and threads wait for each other there.
@@ -102,11 +97,6 @@ def own_room(make: Callable[..., _Room], *sizes: int) -> _Room:
         known = sizes, make(*sizes)
         setattr(_rooms, make.__name__, known)
     return cast("_Room", known[1])
-
-
-def product_table(sets: int, count: int) -> Floats:
-    """Return room for the products of all keys of each set with each other."""
-    return np.empty((sets, count, count))
 
 
 class Answers(NamedTuple):
@@ -141,70 +131,18 @@ def no_answers(sets: int, count: int, wide: int, seen: int) -> Answers:
 
 
 def try_queries(
-    space: Space,
-    trials: Floats,
-    first: int,
-    biased: bool,
-    wanted: Bools,
-    start: Ints,
-    verdicts: Verdicts,
-    scratch: Scratch,
+    space: Space, trials: Floats, biased: bool, wanted: Bools, start: Ints, verdicts: Verdicts, scratch: Scratch
 ) -> None:
     """Give verdicts to keys without one that their queries prove.
 
     Args:
-        trials: in each set, a query for each key from number `first` on, where verdicts are given.
+        trials: a query for each key, where verdicts are given.
         wanted: in which sets.
         start: is set to the rival that scores highest under each query.
     """
     for begin in range(0, trials.shape[1], TRIALS):
         some = np.ascontiguousarray(trials[:, begin : begin + TRIALS])
-        try_scores(space, some, some @ space.columns, first + begin, biased, wanted, start, verdicts, scratch)
-
-
-@compiled_in_place
-def try_scores(
-    spaces: Space,
-    trials: Floats,
-    scores: Floats,
-    first: int,
-    biased: bool,
-    wanted: Bools,
-    start: Ints,
-    all_verdicts: Verdicts,
-    scratch: Scratch,
-) -> None:
-    """Give verdicts to keys without one that their queries prove, from the scores of all keys under these."""
-    many = trials.shape[1]
-    for place in range(trials.shape[0] * many):
-        b, a, best = place // many, place % many, -np.inf
-        i = first + a
-        if not wanted[b] or all_verdicts.code[b, i] != UNDECIDED:
-            continue
-        space, verdicts, under = space_of(spaces, b), verdicts_of(all_verdicts, b), scores[b, a]
-        set_absent(space.rows, i, verdicts.copies, scratch.absent)
-        for j in range(under.shape[0]):
-            if not scratch.absent[j] and under[j] > best:
-                best, start[b, i] = under[j], j
-        if under[i] > best:
-            if biased:
-                prove_query(space, i, trials[b, a], biased, verdicts, scratch)
-            else:
-                lead = lead_under(space, i, trials[b, a], under, biased, scratch.absent)
-                keep_lead(i, lead, trials[b, a], verdicts)
-
-
-@compiled_in_place
-def try_weights(spaces: Space, biased: bool, all_verdicts: Verdicts, scratch: Scratch) -> None:
-    """Give verdicts to keys without one that the weights at their place prove."""
-    sets, count = all_verdicts.code.shape
-    for place in range(sets * count):
-        b, i = place // count, place % count
-        if all_verdicts.code[b, i] == UNDECIDED:
-            verdicts = verdicts_of(all_verdicts, b)
-            used, verdicts.used[i] = verdicts.used[i], 0
-            member, value = verdicts.member[i], verdicts.value[i]
-            prove_weights(space_of(spaces, b), i, member, value, used, biased, verdicts, scratch)
+        try_scores(space, some, some @ space.columns, begin, biased, wanted, start, verdicts, scratch)
 
 
 def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: Verdicts, scratch: Scratch) -> None:
@@ -223,12 +161,12 @@ def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: V
         trials = trials.copy()
         trials[lowered, -1] = 0.0
     every = np.ones(sets, np.bool_)
-    try_queries(space, trials @ queries, 0, biased, every, start, verdicts, scratch)
+    try_queries(space, trials @ queries, biased, every, start, verdicts, scratch)
     if verdicts.code.all():
         return
     columns, products = np.ascontiguousarray(white.rows.mT), np.empty((sets, 0, 0))
     if count <= MOST_PRODUCTS:
-        products = np.matmul(white.rows, columns, out=own_room(product_table, sets, count))
+        products = np.matmul(white.rows, columns, out=own_room(np.empty, (sets, count, count)))
     how = Search(True, count > MOST_PRODUCTS, white.lifted, 0.0, budget)
     in_white = Keys(white.rows, columns, products, space.offset)
     here = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
@@ -244,7 +182,6 @@ class Request:
 
     gap: float | None = RELATIVE_GAP  # width of a margin's bracket, as a share of the margin; None: no margins
     attention: bool = True  # whether attention is asked for, where there is a set of queries
-    own_queries: bool = False  # try every key under itself first
     budget: float = BUDGET  # multiplications and additions per key
 
 
@@ -267,12 +204,7 @@ class Problem(NamedTuple):
     levelled: Bools
 
 
-def prepare(
-    keys: Float64[np.ndarray, "set key d"],
-    bias: Float64[np.ndarray, "set key"] | None,
-    queries: Sequence[QuerySet] | None,
-    request: Request,
-) -> Problem:
+def prepare(keys: Floats, bias: Floats | None, queries: Sequence[QuerySet] | None, request: Request) -> Problem:
     """Return sets of valid float64 keys before they are solved: one set, or several that are `alike`."""
     points, off = centre(keys)
     judged, seen = judge(points, off, bias, queries), None
@@ -288,7 +220,7 @@ def prepare(
     verdicts = answers.verdicts
     find_copies(rows, verdicts.first, verdicts.copies)
     verdicts.code[verdicts.copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE  # nothing to compete with
-    own_queries = np.full(sets, (request.own_queries or wide >= count) and not judged.biased)
+    own_queries = np.full(sets, wide >= count and not judged.biased)
     if count >= PILOT and not judged.biased:
         leaders = (rows[:, :PILOT] @ space.columns).argmax(axis=2)
         own_queries |= (leaders == np.arange(PILOT)).all(axis=1)
@@ -300,7 +232,7 @@ def decide_sets(problem: Problem, budget: float) -> None:
     (judged, _, (verdicts, _, _)), space, own_queries = problem.solved, problem.space, problem.own_queries
     scratch, start = own_room(make_scratch, *judged.rows.shape[1:]), np.full(verdicts.code.shape, -1)
     if own_queries.any():
-        try_queries(space, judged.rows, 0, judged.biased, own_queries, start, verdicts, scratch)
+        try_queries(space, judged.rows, judged.biased, own_queries, start, verdicts, scratch)
     search(judged, space, budget, start, verdicts, scratch)
 
 
@@ -314,14 +246,14 @@ def bound_margins(problem: Problem, gap: float, budget: float) -> None:
         if careful or count <= MOST_PRODUCTS:
             products = np.empty((sets, 0, 0))
             if not careful:
-                products = np.matmul(rows, space.columns, out=own_room(product_table, sets, count))
+                products = np.matmul(rows, space.columns, out=own_room(np.empty, (sets, count, count)))
             keys = Keys(rows, space.columns, products, space.offset)
             how = Search(False, careful, False, gap, budget)
             level, levelled = problem.level, problem.levelled
             find_margins(space, keys, how, room, level, levelled, sizes, verdicts, margins, scratch)
 
 
-def solve(problem: Problem, radii: Float64[np.ndarray, " set"], request: Request) -> None:
+def solve(problem: Problem, radii: Floats, request: Request) -> None:
     """Set the answers of some sets."""
     (judged, seen, answers), space = problem.solved, problem.query_space
     (count, wide), dim, margins = judged.rows.shape[1:], space.rows.shape[2], answers.margins
@@ -359,7 +291,13 @@ def solve_sets(
         radii: attention is over the queries of each set with |u| no more than this; None: 1.
     """
     compilation.wait()
-    threads, (sets, count, dim) = thread_count(threads), keys.shape
+    if threads is None:
+        threads = processors()
+    else:
+        from ln_probe.hooks.model import whole_number  # (with TransformerLens, which the kernels do without)
+
+        threads = whole_number(threads, "threads", 1)
+    sets, count, dim = keys.shape
     radii, size, prepared = np.ones(sets) if radii is None else radii, 1, None
     with one_blas_thread():  # products round alike for any number of threads
         if alike(bias, queries):
@@ -380,23 +318,18 @@ def solve_sets(
 
 def finish_search(judged: Judged, space: Space, verdicts: Verdicts, budget: float, scratch: Scratch) -> None:
     """Decide what the compiled search left, one key after the other; what is not proved stays undecided."""
-    code, dim, left = verdicts.code, judged.rows.shape[2], np.nonzero(verdicts.code == UNDECIDED)
-    places, trials = list(zip(*map(np.ndarray.tolist, left), strict=True)), []
-    for b, i in places:
+    dim, left, trials = judged.rows.shape[2], verdicts.code == UNDECIDED, np.zeros_like(judged.rows)
+    for b, i in np.argwhere(left).tolist():
         used = verdicts.used[b, i]
         active, weight = verdicts.member[b, i, :used].copy(), verdicts.value[b, i, :used].copy()
-        trial, active, weight = nearest_point(of_sets(judged, b), i, active, weight, budget)
+        trials[b, i], active, weight = nearest_point(of_sets(judged, b), i, active, weight, budget)
         used = min(len(active), dim + 2)
         verdicts.used[b, i] = used
         verdicts.member[b, i, :used], verdicts.value[b, i, :used] = active[:used], weight[:used]
-        trials.append(trial)
     try_weights(space, judged.biased, verdicts, scratch)
-    start, every = np.zeros_like(code), np.ones(1, np.bool_)
-    for (b, i), trial in zip(places, trials, strict=True):
-        one = slice(b, b + 1)
-        there = of_sets(verdicts, one)
-        try_queries(of_sets(space, one), trial[None, None], i, judged.biased, every, start[one], there, scratch)
-    verdicts.repaired[left] = code[left] != UNDECIDED
+    wanted, start = left.any(axis=1), np.zeros_like(verdicts.code)
+    try_queries(space, trials, judged.biased, wanted, start, verdicts, scratch)
+    verdicts.repaired[:] = left & (verdicts.code != UNDECIDED)
 
 
 def nearest_point(judged: Judged, i: int, active: Ints, weight: Floats, budget: float) -> tuple[Floats, Ints, Floats]:

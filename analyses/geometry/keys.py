@@ -399,7 +399,7 @@ def whiten_flat(rows: Floats, biased: bool) -> White | None:
 
 @compiled_in_place
 def invert_factors(uppers: Floats, count: int, inverses: Floats, least: Floats) -> None:
-    """Factorize Gram matrices of some sets; see `invert_factor`."""
+    """Factorize the Gram matrices of some sets with `invert_factor`."""
     for b in range(len(least)):
         least[b] = invert_factor(uppers[b], count, inverses[b])
 

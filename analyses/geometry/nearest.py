@@ -55,7 +55,13 @@ from ln_probe.analyses.geometry.check import (
     squared_distance,
     verdicts_of,
 )
-from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_inline, compiled_part, whole
+from ln_probe.analyses.geometry.compiled import (
+    compiled_in_place,
+    compiled_inline,
+    compiled_part,
+    compiled_slice,
+    whole,
+)
 
 # Verdicts are taken this far (relative) from tau, so that the check of the certificate agrees.
 CLEAR = 1e-3
@@ -319,10 +325,7 @@ class Keys(NamedTuple):
     offset: Floats  # added to the scores
 
 
-@compiled_part
-def keys_of(keys: Keys, b: int) -> Keys:
-    """Return the keys of one set."""
-    return Keys(keys.rows[b], keys.columns[b], keys.products[b], keys.offset[b])
+keys_of, margins_of = compiled_slice(Keys), compiled_slice(Margins)
 
 
 class Verdict(NamedTuple):
@@ -591,13 +594,6 @@ def find_verdicts(
             verdicts.used[i] = used
             for a in range(used):
                 verdicts.member[i, a], verdicts.value[i, a] = room.members[KEPT, a], vectors[VALUE, a]
-
-
-@compiled_part
-def margins_of(margins: Margins, b: int) -> Margins:
-    """Return the margins of one set."""
-    lower, upper, at, used, member, value = margins
-    return Margins(lower[b], upper[b], at[b], used[b], member[b], value[b])
 
 
 @compiled_part
