@@ -17,10 +17,9 @@ are too coarse; attention by Newton's method. What is given out is what `check` 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
@@ -51,18 +50,8 @@ from ln_probe.analyses.geometry.check import (
 )
 from ln_probe.analyses.geometry.compiled import Compilation, in_threads, processors
 from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, alike, centre, judge, level_queries, see, whiten
-from ln_probe.analyses.geometry.nearest import (
-    CLEAR,
-    Keys,
-    Search,
-    Verdict,
-    find_margins,
-    find_verdicts,
-    search_room,
-)
+from ln_probe.analyses.geometry.nearest import CLEAR, Keys, Search, Verdict, find_margins, find_verdicts, search_room
 from ln_probe.analyses.progress import one_blas_thread
-
-_Room = TypeVar("_Room")
 
 # Width of a margin's bracket, as a share of the margin: it is read to two digits. "exact": six digits.
 RELATIVE_GAP, EXACT_GAP = 0.01, 1e-6
@@ -82,21 +71,6 @@ PILOT = 32
 TRIALS = 128
 # The nearest point is found where no key scores less than it by more than this share of its square.
 CONVERGED = 1e-10
-
-
-_rooms = threading.local()
-
-
-def own_room(make: Callable[..., _Room], *sizes: Any) -> _Room:
-    """Return `make(*sizes)`, the same one for the next set of these sizes that the thread solves.
-
-    To ask the system for memory anew for every set took a tenth of the time, and threads wait for each other there.
-    """
-    known = vars(_rooms).get(make.__name__)
-    if known is None or known[0] != sizes:
-        known = sizes, make(*sizes)
-        setattr(_rooms, make.__name__, known)
-    return cast("_Room", known[1])
 
 
 class Answers(NamedTuple):
@@ -166,11 +140,11 @@ def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: V
         return
     columns, products = np.ascontiguousarray(white.rows.mT), np.empty((sets, 0, 0))
     if count <= MOST_PRODUCTS:
-        products = np.matmul(white.rows, columns, out=own_room(np.empty, (sets, count, count)))
+        products = white.rows @ columns
     how = Search(True, count > MOST_PRODUCTS, white.lifted, 0.0, budget)
     in_white = Keys(white.rows, columns, products, space.offset)
     here = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
-    room = own_room(search_room, count, max(white.rows.shape[2], 1), dim)
+    room = search_room(count, max(white.rows.shape[2], 1), dim)
     find_verdicts(space, in_white, here, how, room, start, verdicts, scratch)
     if not verdicts.code.all():
         finish_search(judged, space, verdicts, budget, scratch)
@@ -230,7 +204,7 @@ def prepare(keys: Floats, bias: Floats | None, queries: Sequence[QuerySet] | Non
 def decide_sets(problem: Problem, budget: float) -> None:
     """Set the verdicts of some sets, of which some keys may have one."""
     (judged, _, (verdicts, _, _)), space, own_queries = problem.solved, problem.space, problem.own_queries
-    scratch, start = own_room(make_scratch, *judged.rows.shape[1:]), np.full(verdicts.code.shape, -1)
+    scratch, start = make_scratch(*judged.rows.shape[1:]), np.full(verdicts.code.shape, -1)
     if own_queries.any():
         try_queries(space, judged.rows, judged.biased, own_queries, start, verdicts, scratch)
     search(judged, space, budget, start, verdicts, scratch)
@@ -240,13 +214,11 @@ def bound_margins(problem: Problem, gap: float, budget: float) -> None:
     """Bracket the margins of some sets."""
     space, (verdicts, margins, _) = problem.query_space, problem.solved.answers
     rows, (sets, count, dim) = space.rows, space.rows.shape
-    scratch, room = own_room(make_scratch, count, dim), own_room(search_room, count, dim, dim)
+    scratch, room = make_scratch(count, dim), search_room(count, dim, dim)
     sizes = np.sqrt((space.length * space.length).mean(axis=1))
     for careful in (False, True):
         if careful or count <= MOST_PRODUCTS:
-            products = np.empty((sets, 0, 0))
-            if not careful:
-                products = np.matmul(rows, space.columns, out=own_room(np.empty, (sets, count, count)))
+            products = np.empty((sets, 0, 0)) if careful else rows @ space.columns
             keys = Keys(rows, space.columns, products, space.offset)
             how = Search(False, careful, False, gap, budget)
             level, levelled = problem.level, problem.levelled
@@ -268,7 +240,7 @@ def solve(problem: Problem, radii: Floats, request: Request) -> None:
         np.maximum(margins.lower, 0.0, out=margins.lower, where=gapless)
     if seen is not None and request.attention:
         rows, columns = space.rows * radii[:, None, None], space.columns * radii[:, None, None]
-        room, scratch = own_room(attention_room, count, dim), own_room(make_scratch, count, dim)
+        room, scratch = attention_room(count, dim), make_scratch(count, dim)
         how = margins.at, WEIGHT_GAP, request.budget, room, np.zeros((4, dim)), answers.attention, scratch
         bound_attention(space, rows, columns, radii, *how)
 

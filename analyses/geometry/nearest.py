@@ -55,13 +55,7 @@ from ln_probe.analyses.geometry.check import (
     squared_distance,
     verdicts_of,
 )
-from ln_probe.analyses.geometry.compiled import (
-    compiled_in_place,
-    compiled_inline,
-    compiled_part,
-    compiled_slice,
-    whole,
-)
+from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_inline, compiled_part, compiled_slice, whole
 
 # Verdicts are taken this far (relative) from tau, so that the check of the certificate agrees.
 CLEAR = 1e-3

@@ -64,7 +64,7 @@ class _KeyObserver(Observer):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # By layer and variant: the number of each prompt, and the measures of each head to come.
+        # By layer and variant: the number of each prompt, and the measures of its heads to come.
         self.pending: dict[tuple[int, str], list[tuple[int, list[Future[list[Measures]]]]]] = defaultdict(list)
         self.waiting: deque[Future[list[Measures]]] = deque()  # the last ones of each layer of a prompt
         self.heads: dict[int, list[int]] = {}
@@ -174,35 +174,24 @@ class _HeadKeys:
         for seen, queries in self.sets:
             bias = None if self.bias is None else self.bias[:, seen]
             solved.append(solve_sets(self.keys[:, seen], bias, queries, self.radii, request, threads=1))
-        of_heads = zip(*solved, strict=True)
-        return [
-            concatenated([_of_set(one) for one in of_head]) | {"pattern_max": largest}
-            for of_head, largest in zip(of_heads, self.largest, strict=True)
-        ]
+        of_heads = [concatenated([_of_set(one) for one in of_head]) for of_head in zip(*solved, strict=True)]
+        return [each | {"pattern_max": most} for each, most in zip(of_heads, self.largest, strict=True)]
 
 
 def _keys_of_heads(attended: AttentionLayer, variant: str) -> Iterator[_HeadKeys]:
     """Yield the keys of some of the chosen heads; where nothing bounds their queries, verdicts alone are measured."""
-    chosen = attended.chosen
+    chosen, bias = attended.chosen, attended.key_bias
     keys = attended.keys(variant).permute(1, 0, 2)[chosen].contiguous().cpu().numpy()
-    largest = np.asarray(uniformity_of(attended, variant)[1])[chosen]
-    bias = None if attended.key_bias is None else np.asarray(attended.key_bias)
-    radii = np.ones(len(chosen)) if attended.radii is None else np.asarray(attended.radii)[chosen]
+    largest = uniformity_of(attended, variant)[1][chosen]
+    radii = np.ones(len(chosen)) if attended.radii is None else attended.radii[chosen]
     sets, bounded = [], False
     for seen in attended.key_sets:
         queries, bounded = attended.once("query sets", seen.stop, partial(_query_sets, attended, seen.stop - 1))
         sets.append((seen, queries))
     size = max(TOGETHER, -(-len(chosen) // processors()))
-    for begin in range(0, len(chosen), size):
-        part = slice(begin, begin + size)
-        yield _HeadKeys(
-            keys[part],
-            None if bias is None else bias[part],
-            [(seen, queries[part]) for seen, queries in sets],
-            radii[part],
-            bounded and variant in COMPARED,
-            largest[part],
-        )
+    for part in (slice(begin, begin + size) for begin in range(0, len(chosen), size)):
+        some, lift = [(seen, queries[part]) for seen, queries in sets], None if bias is None else bias[part]
+        yield _HeadKeys(keys[part], lift, some, radii[part], bounded and variant in COMPARED, largest[part])
 
 
 def _query_sets(attended: AttentionLayer, position: int) -> tuple[list[QuerySet], bool]:
