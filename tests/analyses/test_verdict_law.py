@@ -157,20 +157,6 @@ def test_directions_that_w_q_removes_are_removed_from_the_keys(bias: bool) -> No
     assert {"selectable", "unselectable"} <= set(table["verdict"])
 
 
-def test_directions_are_those_of_no_coordinate() -> None:
-    """In float64, along random directions of each head: nearly dead, and dead."""
-    turn = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64))[0]
-    for factor in (1e-7, 0.0):
-        model = make_hooked(**SMALL).to(torch.float64)
-        scale = torch.tensor([factor, factor, factor, 1, 1, 1, 1, 1], dtype=torch.float64)
-        with torch.no_grad():
-            for block in model.blocks:
-                block.attn.W_Q.copy_(block.attn.W_Q @ turn @ torch.diag(scale) @ turn.T)
-                block.attn.b_Q.copy_(block.attn.b_Q @ turn @ torch.diag(scale) @ turn.T)
-        _, sets = check(model, TOKENS)
-        assert sets[0].in_span()[0].shape[1] == (8 if factor else 5)
-
-
 @pytest.mark.parametrize("arch", cases("gpt2", "neox", "llama", "bloom", "mistral", "bert", slow=["neo"]))
 def test_tiny_models_of_several_architectures(arch: str) -> None:
     table, _ = check(make_bridge(arch), TOKENS[:, :20], layers=[1])

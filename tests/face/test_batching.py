@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from architectures import cases, make_bridge
-from same_findings import BRACKETED
+from same_findings import assert_same_findings
 
 import ln_probe
 from ln_probe import passes
-from ln_probe.analyses.geometry.decide import WEIGHT_GAP
+from ln_probe.hooks.model import attentions
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream, streaming
 
@@ -27,28 +26,15 @@ def prompts() -> list[list[int]]:
     return [rng.integers(1, 50, n).tolist() for n in LENGTHS]
 
 
-def assert_alike(one: pd.DataFrame, other: pd.DataFrame, name: str, relative: float) -> None:
-    assert list(one.columns) == list(other.columns)
-    assert len(one) == len(other), name
-    for column in one.columns.drop("reconstruction_error", errors="ignore"):  # which is rounding itself
-        a, b = one[column], other[column]
-        if column in BRACKETED.get(name, ()):  # found to WEIGHT_GAP, by steps that rounding can change
-            np.testing.assert_allclose(b, a, rtol=0, atol=WEIGHT_GAP)
-        elif pd.api.types.is_float_dtype(a):
-            np.testing.assert_allclose(b, a, rtol=relative, atol=relative * np.nan_to_num(a.abs().max()))
-        else:
-            assert a.equals(b), f"{name}.{column}"
-
-
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Lengths of the prompts of every pass."""
     seen: list[list[int]] = []
     streaming = passes.streaming
 
-    def counted(model: Any, rows: Any, *more: Any) -> Any:
+    def counted(layers: Any, rows: Any, *more: Any) -> Any:
         seen.append([len(r) for r in rows])
-        return streaming(model, rows, *more)
+        return streaming(layers, rows, *more)
 
     monkeypatch.setattr(passes, "streaming", counted)
     return seen
@@ -62,8 +48,7 @@ def test_together_is_alone(arch: str, passed: list[list[int]]) -> None:
     passed.clear()
     together = ln_probe.analyze(model, prompts(), probes=PROBES, progress=False, batch_size=2)
     assert passed == [[12], [10, 10], [2], [12, 12], [12]] * 2
-    for name, table in alone.tables.items():
-        assert_alike(table, together.tables[name], name, 1e-6)
+    assert_same_findings(alone.tables, together.tables, 1e-6)
 
 
 @pytest.mark.parametrize("arch", cases("qwen3", "bloom", slow=["olmo2"]))
@@ -76,7 +61,7 @@ def test_events_of_several_prompts_are_those_of_each(arch: str) -> None:
     attention: dict[tuple[int, int], Any] = {}
     together = torch.stack(rows)
     with streaming(
-        model,
+        attentions(model.blocks),
         together,
         sites,
         on_norm=lambda i, s, x, y: norms.update({(i, s.name): torch.stack([x, y])}),

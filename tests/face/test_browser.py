@@ -16,16 +16,11 @@ from made_up import HOSTILE
 import ln_probe
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import disarmed, shortened, visible
-from ln_probe.page import attention, circuitsvis_script, page
 from ln_probe.page.index import IndexEntry, index_page
 from ln_probe.page.page import notebook_cell, report_page
 from ln_probe.report import Report
 
 AXE = os.environ.get("LN_PROBE_AXE", "")  # axe.min.js of the npm package axe-core; .ci/run fetches it
-# A bundle that has nothing but what circuitsvis documents, and React with other names inside.
-PUBLIC = """;CircuitsVis = new Proxy(CircuitsVis, { get(all, name) {
-  if (!["render", "AttentionPattern", "ColoredTokens"].includes(name)) throw new Error(`${name} is not public`);
-  return all[name]; } });"""
 WATCH = """() => { const given = CircuitsVis.render; window.drawn = [];
   window.CircuitsVis = { ...CircuitsVis,
     render: (id, what, props) => { drawn.push(props); given(id, what, props); } }; }"""
@@ -101,29 +96,6 @@ def test_an_index_is_drawn_and_used(report: Report, visit: Any) -> None:
     assert {"a/report.html", "b/report.html"} <= set(links)
     accessible(view)
     view.quiet()
-
-
-@pytest.mark.slow
-@pytest.mark.release
-def test_only_the_public_render_of_circuitsvis_is_needed(
-    report: Report, visit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bundle = circuitsvis_script()
-    for name in ("__reactFiber$", "__reactProps$", "__reactContainer$", "_reactListening"):
-        bundle = bundle.replace(name, name.replace("react", "renamed"))
-    bundle += PUBLIC
-    monkeypatch.setattr(attention, "circuitsvis_script", lambda: bundle)
-    monkeypatch.setattr(page, "circuitsvis_script", lambda: bundle)
-    attention._compressed_bundle.cache_clear()
-    view = visit(report_page(report))
-    charts(view)
-    for name in ("L1H1", "L0H0", "L1H1"):
-        view.page.locator(f'button[data-name="{name}"]').click()
-        charts(view)
-        view.page.wait_for_timeout(200)
-        assert view.page.locator("#intact canvas").count() == 1
-    view.quiet()
-    attention._compressed_bundle.cache_clear()
 
 
 # --------------------------------------------------------------------------------------------------------- hostile text

@@ -48,19 +48,6 @@ def test_there_is_one_of_every_norm_with_a_recipe() -> None:
         assert labs[name] == labs[TRAINED[0]]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "lm-layernorm" else pytest.mark.slow) for n in NAMES]
-)
-def test_they_are_analyzed(name: str) -> None:
-    model = ln_probe.load_model(name)
-    report = ln_probe.analyze(model, bundled_texts()[:4], max_tokens=40, layers=[1], heads=[0, 1], progress=False)
-    kind = "projection_only" if name == REMOVED else name.removeprefix("lm-")
-    assert report.provenance["model"]["norms"]["blocks.1.ln1"] == kind
-    assert report.layernorms["reconstruction_error"].max() < 1e-5
-    assert report.provenance["model"]["kind"] == "bundled"
-    assert len(report.findings()) >= 3
-
-
 def test_the_one_without_norms_is_as_good_and_scales_nowhere() -> None:
     """Its norms are Px times a constant: told by their answers; its held-out loss is within 0.01 of the one it was."""
     recipes = [json.loads((bundled_folder(n) / "recipe.json").read_text()) for n in (REMOVED, "lm-layernorm")]

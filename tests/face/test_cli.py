@@ -263,7 +263,8 @@ def test_every_experiment_has_something_to_run() -> None:
 def test_an_experiment_is_run(requests: list[Request]) -> None:
     assert "nobody\n  toy: a toy" in ends(0, "lab", "list")[0]
     line = ["lab", "run", "toy", "--out", "runs", "--quick"]
-    ends(0, *line)
+    printed, _ = ends(0, *line)
+    assert printed.splitlines()[1].split()[0] == "a", "rows are not numbered"
     assert requests[-1].seeds == (0, 1)
     assert json.loads(Path("runs/results.json").read_text())["experiment"] == "toy"
     ends(0, *line, "--seeds", "5", "--quiet")

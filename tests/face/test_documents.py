@@ -168,12 +168,6 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     assert names.keys() > {"__name__", "__builtins__"}, "the code defines nothing"
 
 
-def test_readme_is_short_and_its_code_has_ten_lines() -> None:
-    assert len(README.splitlines()) <= 95
-    code = BLOCK.findall(README)[0].splitlines()
-    assert len([line for line in code if line.strip()]) <= 10
-
-
 def test_pages_link_to_what_is_there() -> None:
     missing = []
     for page in (TOP / "README.md", *PAGES):

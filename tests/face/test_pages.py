@@ -190,6 +190,7 @@ def test_attention_of_a_head(report: Report, tmp_path: Path) -> None:
     view = report.attention(1, 2)
     assert view.to_html(tmp_path / "head.html").read_text(encoding="utf-8") == view.document()
     assert 'data-first="L1H2"' in view.document()
+    assert repr(view) == "AttentionView(layer=1, head=2)"
     assert view._repr_html_().startswith('<iframe title="Attention" sandbox="allow-scripts"')
     with pytest.raises(ValueError, match="head"):
         report.attention(0, 99)

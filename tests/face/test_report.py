@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -144,33 +139,6 @@ def test_a_save_that_fails_leaves_the_report_saved_before(
         replace(report, **changes).save(folder)
     assert sorted(folder.iterdir()) == before
     pd.testing.assert_frame_equal(ln_probe.load_report(folder).heads, report.heads)
-
-
-SAVING = """
-import sys
-import ln_probe
-report = ln_probe.load_report(sys.argv[1])
-print("ready", flush=True)
-while True:
-    report.save(sys.argv[2])
-"""
-
-
-def test_a_killed_save_leaves_a_whole_report_or_none(report: Report, tmp_path: Path) -> None:
-    folder = report.save(tmp_path / "r")
-    for delay in (0.0, 0.11, 0.23):
-        target = tmp_path / f"killed-{delay}"
-        saving = subprocess.Popen([sys.executable, "-c", SAVING, folder, target], stdout=subprocess.PIPE)
-        assert saving.stdout is not None
-        assert saving.stdout.readline() == b"ready\n"
-        time.sleep(1.0 + delay)
-        os.kill(saving.pid, signal.SIGKILL)
-        saving.wait()
-        saving.stdout.close()
-        if (target / "report.json").exists():
-            pd.testing.assert_frame_equal(ln_probe.load_report(target).heads, report.heads)
-        report.save(target)
-        assert ln_probe.load_report(target).findings() == report.findings()
 
 
 @pytest.mark.parametrize("change", [

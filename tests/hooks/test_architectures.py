@@ -17,7 +17,7 @@ from ln_probe.hooks.norm import NormError
 FAST = ("gpt2", "neox", "mistral", "mpt", "bert", "phi")
 TOKENS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(3))
 # TransformerLens or transformers cannot run these; of these, a norm is unknown or runs twice in a pass.
-NOT_RUN = ("biogpt", "persimmon", "falcon-40b", "gpt-bigcode-many-keys", "olmo")
+NOT_RUN = ("falcon-40b", "gpt-bigcode-many-keys")
 UNKNOWN = ("nanochat", *(["nemotron"] if version("transformer-lens").startswith("3.") else []))
 
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from small_models import lab
 from torch import Tensor, nn
 
-import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.hooks import find_norms, linearized, without
 from ln_probe.hooks.constants import Constant, mean_sigmas
@@ -156,21 +155,6 @@ def test_projection_that_changes_nothing() -> None:
         changed = llama(TOKENS)
     assert torch.equal(changed, llama(TOKENS).detach())
     assert set(edit.no_ops) == set(edit.sites)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "lm-layernorm"])
-def test_default_constants_are_the_pooled_ones_of_analyze(name: str) -> None:
-    """The same default prompts; `analyze` adds sigmas prompt by prompt, so the last digits can differ."""
-    model = make_bridge(name) if name == "gpt2" else ln_probe.load_model(name)
-    constants = ln_probe.analyze(model, progress=False, probes=("decomposition",)).provenance["constants"]
-    with without(model, "scaling", sites="all") as done:
-        pass
-    assert list(done.divisors) == list(constants)
-    for site, constant in done.divisors.items():
-        assert constant.plain == pytest.approx(constants[site], rel=1e-13)
-    with without(model, "both", sites="attention", scale=constants) as again:
-        assert again.divisors["blocks.0.ln1"].plain == constants["blocks.0.ln1"]
 
 
 @pytest.mark.parametrize("length", [7, 4, 2])  # 4 and 2 are numbers of its heads as well

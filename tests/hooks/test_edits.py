@@ -190,10 +190,7 @@ def test_training_mode_is_reported() -> None:
     model = make_bridge("gpt2")
     model.train()
     model.blocks[0].eval()
-    with (
-        pytest.warns(UserWarning, match="dropout"),
-        without(model, "scaling", tokens=TOKENS),
-    ):
+    with pytest.warns(UserWarning, match="dropout"), without(model, "scaling", tokens=TOKENS):
         assert model.training
     assert model.training
     assert not model.blocks[0].training  # each module keeps its own mode
@@ -230,6 +227,11 @@ def test_bad_arguments(what: Any, options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word), without(model, what, **options):
         pytest.fail("a bad argument was accepted")
     assert hook_counts(model) == before
+
+
+def test_sites_by_their_hook_points() -> None:
+    with without(make_bridge("gpt2"), "scaling", sites=["ln_final", "blocks.1.ln1.hook_scale"], scale=2.0) as done:
+        assert list(done.sites) == ["blocks.1.ln1", "ln_final"]
 
 
 @pytest.mark.parametrize(("heads", "word"), [
