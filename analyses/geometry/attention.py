@@ -1,16 +1,17 @@
 """The largest softmax weight over a set of queries: Newton's method with a bound from above, compiled.
 
-The set is a solid ellipsoid `center + axes @ u`, `|u| <= 1`: what a head can produce from a normalized residual stream,
-or the part of it that occurs. For scores `s_j = h_j + z_j·u` the function `f(u) = log Σ_j exp(s_j) - s_i = -log w_i(u)`
-is convex, so at any point of the unit ball, with gradient `g`, no query of the ball has a weight above
+The set is a solid ellipsoid `center + axes @ u`, `|u| <= 1`: what a head can produce from a normalized
+residual stream, or the part of it that occurs. For scores `s_j = h_j + z_j·u` the function
+`f(u) = log Σ_j exp(s_j) - s_i = -log w_i(u)` is convex. So at any point of the unit ball, with
+gradient `g`, no query of the ball has a weight above
 
     w_i(u) · exp(g·u + |g|)
 
-(the Frank-Wolfe gap: g·(u - v) is largest at v = -g/|g|). A step goes towards the minimum of the second-order model of
-f over the ball. On the sphere that is the v with `(H + c) v = H u - g` and `|v| = 1`; c, which is -g·v there, is taken
-to be -g·u, and the system is solved by conjugate gradients from v = u, a dozen products with the keys that share the
-attention (an inexact Newton method: Nocedal & Wright, Numerical Optimization, 2006, §7.1). A line search cuts the step
-short if the model was too bold.
+(the Frank-Wolfe gap: g·(u - v) is largest at v = -g/|g|). A step goes towards the minimum of the
+second-order model of f over the ball. On the sphere that is the v with `(H + c) v = H u - g` and
+`|v| = 1`; c, which is -g·v there, is taken to be -g·u. The system is solved by conjugate gradients
+from v = u: a dozen products with the keys that share the attention (an inexact Newton method: Nocedal
+& Wright, Numerical Optimization, 2006, §7.1). A line search cuts a step short.
 """
 
 from __future__ import annotations

@@ -1,25 +1,23 @@
 """Prove certificates: nothing leaves the geometry that this module did not prove first.
 
-This is plain arithmetic on the keys as they were given. It shares the compiler with the solvers, and nothing else: not
-the merging of equal keys, nor their coordinates.
+This is plain arithmetic on the keys as they were given. It shares only the compiler with the solvers.
 
-A sum of m products, in any order and with or without fused multiplication, is off by at most m·eps times the sum of
-their magnitudes (N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, §3.1). So every score carries a bound
-of its error, which is taken off lower bounds and added to upper ones; this bound is itself computed with the factor
-`AMPLE`, which covers its own rounding and that of the few operations that follow. Centring is harmless: a difference
-rounds to within eps/2 of *itself*, and any shift common to all keys cancels. What underflows is below `UNDERFLOW`.
+A sum of m products, in any order, is off by at most m·eps times the sum of their magnitudes
+(N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, §3.1). So every score carries a bound
+of its error, which is taken off lower bounds and added to upper ones. The bound itself has the factor
+`AMPLE`, which covers its own rounding. Centring is harmless: a difference rounds to within eps/2 of
+*itself*, and any shift common to all keys cancels. What underflows is below `UNDERFLOW`.
 
-The claims, for key i among points z (verdicts: the keys over their RMS norm; margins and attention: `Aᵀk`; a bias over
-its own RMS is one more coordinate, in which a query looks upwards only):
+The claims, for key i among points z (verdicts: the keys over their RMS norm; margins and attention:
+`Aᵀk`; a bias over its own RMS is one more coordinate, in which a query looks upwards only):
 
 * `query_lead`: a unit query q has q·z_i - q·z_j of at least this for every j that counts.
 * `weights_miss`: convex weights of other keys have their mean within this of z_i (and at least its bias).
-* `gap_at_least`, `gap_at_most`: the best gap over |u| ≤ 1, max_u min_j [(s_i - s_j)], is at least what one u gives; and
-  for convex weights w of other keys at most Σ w_j (h_i - h_j) + |Σ w_j (z_i - z_j)| (h: scores of the center), since a
-  minimum is no more than any mean.
-* `attention_bounds`: the largest softmax weight is at least what one u gives; and for any convex weights p of all keys
-  at most exp(-[H(p) + Σ p_j (h_j - h_i) - |Σ p_j (z_j - z_i)|]), H the entropy, since log Σ exp s_j ≥ Σ p_j s_j + H(p)
-  (Gibbs).
+* `gap_at_least`, `gap_at_most`: the best gap over |u| ≤ 1, max_u min_j [(s_i - s_j)], is at least what one u
+  gives, and at most Σ w_j (h_i - h_j) + |Σ w_j (z_i - z_j)| for convex weights w of other keys
+  (h: scores of the center), since a minimum is no more than any mean.
+* `attention_bounds`: the largest softmax weight is at least what one u gives, and by Gibbs' inequality
+  at most exp(-[H(p) + Σ p_j (h_j - h_i) - |Σ p_j (z_j - z_i)|]) for any convex weights p, H the entropy.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Verdicts, margins and attention of sets of keys: each step for some sets in one call, these in threads.
+"""Verdicts, margins and attention of sets of keys.
 
 Each stage decides some keys and leaves fewer to the next:
 
-1. *Own queries*: key i under itself. On a sphere it wins. (Asked for, where there are more dimensions than keys, or
-   where some keys win.)
+1. *Own queries*: key i under itself. On a sphere it wins. (Where there are more dimensions than keys,
+   or where some keys win.)
 2. *White queries*: key i under the query `Σ⁻¹ k_i`.
 3. *Search* for the nearest point of the hull of the others in white coordinates (`nearest`).
-4. The search *goes on* where verdicts are given, from where that one ended, on orthogonal factors; not compiled.
+4. The search *goes on* where verdicts are given, on orthogonal factors; not compiled.
 
-A step does several sets in one call, because every call takes the interpreter's lock and threads wait for each other
-there. Results do not depend on which sets are solved together.
+A step does several sets in one call: every call takes the interpreter's lock, and threads wait there.
+Results do not depend on which sets are solved together.
 
-Margins are searched with products from the Gram matrix of the keys as the queries see them, and carefully where these
-are too coarse; attention by Newton's method. What is given out is what `check` proves of the queries and weights.
+Margins are searched with products from a Gram matrix, and carefully where these are too coarse;
+attention by Newton's method. What is given out is what `check` proves of the queries and weights.
 """
 
 from __future__ import annotations

@@ -4,26 +4,24 @@ With scores `h_j + u·z_j`, |u| ≤ 1, the margin of key i is a concave maximum 
 
     max_u min_j [h_i - h_j + u·(z_i - z_j)]  =  min_w  |Σ w_j (z_j - z_i)| - Σ w_j (h_j - h_i),   w convex.
 
-Without offsets h it is the distance of z_i to the hull of the others, and whether it is 0 is the verdict. The search is
-Wolfe's (P. Wolfe, "Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149), which keeps an
-active set of affinely independent points `P_a = f_a (z_a - z_i)`:
+Without offsets h it is the distance of z_i to the hull of the others, and whether it is 0 is the verdict.
+The search is Wolfe's ("Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149).
+It keeps an active set of affinely independent points `P_a = f_a (z_a - z_i)`:
 
-1. x is the combination of the active points with the weights so far; it gives a query u = -x/|x| (a bound from below)
+1. x is their combination with the weights so far; it gives a query u = -x/|x| (a bound from below)
    and convex weights (a bound from above). Stop if they answer the question.
 2. The key that scores highest under u enters the active set.
-3. Go to the minimizer over the active set's affine hull as far as the weights stay convex; a point whose weight is used
-   up leaves, and step 3 is repeated.
+3. Go to the minimizer over the active set's affine hull as far as the weights stay convex;
+   a point whose weight is used up leaves, and step 3 is repeated.
 
-On the affine hull the offset is an affine function, of slope d within the hull's own directions; with p the point
-nearest to the origin the minimizer is p + s·d, s = |p| / √(1 - |d|²), and if |d| ≥ 1 there is none: the way is along d
-until a weight is used up.
+On the affine hull the offset is an affine function, of slope d within the hull's own directions.
+With p the point nearest to the origin the minimizer is p + s·d, s = |p| / √(1 - |d|²).
+If |d| ≥ 1 there is none: the way is along d until a weight is used up.
 
-Only products of differences enter: from the matrix of all products of keys, or made from the keys themselves, without
-cancellation (`careful`). The factors f_a bring differences to about one length: keys whose lengths differ by eight
-decades leave a Gram matrix nothing of the short ones otherwise.
-
-The weights of the affine minimizer are `G⁻¹ e`, made to sum to one, where `G = c·eeᵀ + P Pᵀ` and `e` says what a point
-adds to the sum of the weights (0 for the ray below). The inverse is updated in O(m²) when a point comes or goes.
+Only products of differences enter: from the matrix of all products of keys, or (`careful`) made from the keys.
+The factors f_a bring differences to about one length, since a Gram matrix keeps nothing of much shorter ones.
+The weights of the affine minimizer are `G⁻¹ e`, made to sum to one, where `G = c·eeᵀ + P Pᵀ`, and `e` says what
+a point adds to the sum of the weights. The inverse is updated in O(m²) when a point comes or goes.
 
 For keys with a bias, the last coordinate, the hull is extended downwards by a ray: a surplus of bias does no harm.
 """

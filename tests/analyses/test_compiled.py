@@ -59,7 +59,7 @@ def test_a_changed_callee_in_another_file_is_compiled_anew(tmp_path: Path) -> No
     (tmp_path / "outer.py").write_text(
         "from inner import inner\n"
         "from ln_probe.analyses.geometry.compiled import compiled_in_place\n"
-        "@compiled\n"
+        "@compiled_in_place\n"
         "def outer(x):\n"
         "    return 10 * inner(x)\n"
     )
