@@ -22,7 +22,7 @@ The claims, for key i among points z (verdicts: the keys over their RMS norm; ma
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,7 +120,7 @@ def of_sets(table: _Table, part: slice | int) -> _Table:
         if isinstance(field, np.ndarray):
             fields[place] = field[part]
         elif isinstance(field, tuple):
-            fields[place] = of_sets(field, part)
+            fields[place] = of_sets(cast("Any", field), part)
     return table._make(fields)
 
 

@@ -96,9 +96,10 @@ def no_answers(sets: int, count: int, wide: int, seen: int) -> Answers:
     def weights(dim: int) -> tuple[Ints, Ints, Floats]:
         return whole_numbers(), whole_numbers(dim + 2), points(dim + 2)
 
-    (code, first, copies), repaired = (whole_numbers() for _ in range(3)), np.zeros((sets, count), np.bool_)
+    repaired = np.zeros((sets, count), np.bool_)
+    head = whole_numbers(), whole_numbers(), whole_numbers(), points(wide)
     return Answers(
-        Verdicts(code, first, copies, points(wide), *weights(wide), repaired),
+        Verdicts(*head, *weights(wide), repaired),
         Margins(numbers(), numbers(), points(seen), *weights(seen)),
         Attention(numbers(), numbers(), points(seen), points(seen)),
     )
@@ -365,16 +366,10 @@ def affine_weights(table: Floats, counts: Floats) -> Floats:
     return np.asarray(solution / (counts @ solution))
 
 
-def keep_freed_memory() -> None:
-    """Let the allocator keep freed memory: it gave that of every set back, which took half the time of verdicts.
-
-    The C library of Linux keeps twice as much as the largest array that was ever freed, up to 64 MiB.
-    """
-    np.empty(31 * 2**17)
-
-
 def _compile_kernels() -> None:
-    keep_freed_memory()
+    # The C library keeps freed memory up to twice the largest array that was ever freed, at most 64 MiB.
+    # To get the memory of every set anew took half of the time of verdicts.
+    np.empty(31 * 2**17)
     keys = np.array([[[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0], [1.0, 1.0]]])
     queries = QuerySet(np.array([0.5, 0.0]), np.eye(2))
     solve_sets(keys, np.array([[0.0, 0.0, 0.0, 0.0, 1.0]]), [queries], np.array([0.5]), threads=1)

@@ -345,9 +345,10 @@ def see(points: Floats, bias: Floats | None, query_sets: Sequence[QuerySet]) -> 
 
 def level_queries(seen: Seen, query_sets: Sequence[QuerySet], bias: Floats | None) -> tuple[Floats, Bools]:
     """Return for each set a u under which all keys score alike, and whether one is known in the unit ball."""
-    level, known = np.zeros(seen.rows.shape[::2]), [None if bias is not None else each.level for each in query_sets]
+    sets, count, dim = seen.rows.shape
+    level, known = np.zeros((sets, dim)), [None if bias is not None else each.level for each in query_sets]
     outside = np.array([u is None or np.linalg.norm(u) > 1.0 for u in known])
-    spans = clearly_span(seen.rows) if outside.any() else outside
+    spans = clearly_span(seen.rows) if count > dim and outside.any() else np.zeros(sets, np.bool_)
     for b, u in enumerate(known):
         if u is None or (outside[b] and not spans[b]):  # the keys may need less of a query than its being 0
             u = -np.linalg.lstsq(seen.rows[b], seen.offset[b] - seen.offset[b].mean(), rcond=None)[0]

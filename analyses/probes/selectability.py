@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -78,7 +77,7 @@ class _KeyObserver(Observer):
         self.heads[attended.layer] = attended.chosen
         self.d_head = int(attended.maps.W_K.shape[-1])
         for variant in attended.variants:
-            measures = [self.pool.submit(of_heads.measure) for of_heads in _keys_of_heads(attended, variant)]
+            measures = [self.pool.submit(work) for work in _keys_of_heads(attended, variant)]
             self.pending[attended.layer, variant].append((prompt, measures))
         self.waiting.append(measures[-1])
         if len(self.waiting) > MOST_WAITING:
@@ -146,40 +145,35 @@ def _results(futures: Sequence[Future[list[Measures]]]) -> list[Measures]:
     return [measures for future in futures for measures in future.result()]
 
 
-@dataclass(frozen=True)
-class _HeadKeys:
-    """The keys of some heads on one prompt, as attention sees them.
+def _measure(
+    keys: Float64[np.ndarray, "head key d"],
+    bias: Float64[np.ndarray, "head key"] | None,
+    sets: Sequence[tuple[slice, Sequence[QuerySet]]],
+    radii: Float64[np.ndarray, " head"],
+    bounds: bool,
+    largest: Float64[np.ndarray, "head key"],
+) -> list[Measures]:
+    """Return the measures of every key of some heads on one prompt.
 
-    Attributes:
-        keys: [head key d_head].
-        bias: what is added to their scores.
+    Args:
+        keys, bias: as attention sees them, and what is added to their scores.
         sets: which keys compete, and each head's queries at the last position that sees them.
         radii: how far each head's observed queries reach, as a share of what the norm allows.
         bounds: whether margins and attention are measured.
         largest: the largest weight that each key receives.
     """
-
-    keys: Float64[np.ndarray, "head key d"]
-    bias: Float64[np.ndarray, "head key"] | None
-    sets: Sequence[tuple[slice, Sequence[QuerySet]]]
-    radii: Float64[np.ndarray, " head"]
-    bounds: bool
-    largest: Float64[np.ndarray, "head key"]
-
-    def measure(self) -> list[Measures]:
-        """Return the measures of every key, for each head."""
-        compilation.wait(quiet=True)
-        request = Request(gap=RELATIVE_GAP if self.bounds else None, attention=self.bounds)
-        solved = []
-        for seen, queries in self.sets:
-            bias = None if self.bias is None else self.bias[:, seen]
-            solved.append(solve_sets(self.keys[:, seen], bias, queries, self.radii, request, threads=1))
-        of_heads = [concatenated([_of_set(one) for one in of_head]) for of_head in zip(*solved, strict=True)]
-        return [each | {"pattern_max": most} for each, most in zip(of_heads, self.largest, strict=True)]
+    compilation.wait(quiet=True)
+    request = Request(gap=RELATIVE_GAP if bounds else None, attention=bounds)
+    solved = []
+    for seen, queries in sets:
+        lift = None if bias is None else bias[:, seen]
+        solved.append(solve_sets(keys[:, seen], lift, queries, radii, request, threads=1))
+    heads = [concatenated([_of_set(one) for one in of_head]) for of_head in zip(*solved, strict=True)]
+    return [measures | {"pattern_max": most} for measures, most in zip(heads, largest, strict=True)]
 
 
-def _keys_of_heads(attended: AttentionLayer, variant: str) -> Iterator[_HeadKeys]:
-    """Yield the keys of some of the chosen heads; where nothing bounds their queries, verdicts alone are measured."""
+def _keys_of_heads(attended: AttentionLayer, variant: str) -> Iterator[Callable[[], list[Measures]]]:
+    """Yield what measures some of the chosen heads; where nothing bounds their queries, it gives verdicts alone."""
     chosen, bias = attended.chosen, attended.key_bias
     keys = attended.keys(variant).permute(1, 0, 2)[chosen].contiguous().cpu().numpy()
     largest = uniformity_of(attended, variant)[1][chosen]
@@ -189,9 +183,12 @@ def _keys_of_heads(attended: AttentionLayer, variant: str) -> Iterator[_HeadKeys
         queries, bounded = attended.once("query sets", seen.stop, partial(_query_sets, attended, seen.stop - 1))
         sets.append((seen, queries))
     size = max(TOGETHER, -(-len(chosen) // processors()))
-    for part in (slice(begin, begin + size) for begin in range(0, len(chosen), size)):
-        some, lift = [(seen, queries[part]) for seen, queries in sets], None if bias is None else bias[part]
-        yield _HeadKeys(keys[part], lift, some, radii[part], bounded and variant in COMPARED, largest[part])
+    for begin in range(0, len(chosen), size):
+        part = slice(begin, begin + size)
+        some = [(seen, queries[part]) for seen, queries in sets]
+        lift = None if bias is None else bias[part]
+        bounds = bounded and variant in COMPARED
+        yield partial(_measure, keys[part], lift, some, radii[part], bounds, largest[part])
 
 
 def _query_sets(attended: AttentionLayer, position: int) -> tuple[list[QuerySet], bool]:
