@@ -18,6 +18,7 @@ attention by Newton's method. What is given out is what `check` proves of the qu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -123,6 +124,11 @@ def try_queries(
 def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: Verdicts, scratch: Scratch) -> None:
     """Set verdicts by white queries and the search."""
     rows, biased, (sets, count, dim) = judged.rows, judged.biased, judged.rows.shape
+    every = np.ones(sets, np.bool_)
+    if sets == 1 and count <= dim and not biased:  # where all are corners, white queries take one factorization
+        with suppress(np.linalg.LinAlgError):
+            trials = np.linalg.solve(rows @ rows.mT + 1.0, rows)
+            try_queries(space, trials, biased, every, start, verdicts, scratch)
     if verdicts.code.all():
         return
     white = whiten(rows, biased)
@@ -135,7 +141,6 @@ def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: V
     if white.lifted and (lowered := trials[..., -1] < 0.0).any():  # queries look upwards
         trials = trials.copy()
         trials[lowered, -1] = 0.0
-    every = np.ones(sets, np.bool_)
     try_queries(space, trials @ queries, biased, every, start, verdicts, scratch)
     if verdicts.code.all():
         return
