@@ -125,15 +125,16 @@ def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: V
     """Set verdicts by white queries and the search."""
     rows, biased, (sets, count, dim) = judged.rows, judged.biased, judged.rows.shape
     every = np.ones(sets, np.bool_)
-    if sets == 1 and count <= dim and not biased:  # where all are corners, white queries take one factorization
+    if verdicts.code.all():
+        return
+    if sets == 1 and count <= dim and not biased:  # where all are corners, one factorization is enough
         with suppress(np.linalg.LinAlgError):
             trials = np.linalg.solve(rows @ rows.mT + 1.0, rows)
             try_queries(space, trials, biased, every, start, verdicts, scratch)
-    if verdicts.code.all():
-        return
-    white = whiten(rows, biased)
+    white = None if verdicts.code.all() else whiten(rows, biased)
     if white is None:
-        for part in (slice(b, b + 1) for b in range(sets)):
+        for b in range(sets if sets > 1 else 0):
+            part = slice(b, b + 1)
             one, answers = of_sets(judged, part), of_sets(verdicts, part)
             search(one, of_sets(space, part), budget, start[part], answers, scratch)
         return
