@@ -24,28 +24,28 @@ from ln_probe.analyses.geometry.check import Attention, Floats, Ints, Scratch, S
 from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part, compiled_slice
 from ln_probe.analyses.geometry.nearest import combine
 
-# Keys with less than this share of the largest competing weight are left out of the second-order model (never of the
-# value, the gradient or the bound). With 1e-3 steps are 12 % fewer and half as dear again.
+# Keys with less than this share of the largest competing weight are left out of the second-order
+# model. With 1e-3 steps are 12 % fewer and take half as long again.
 MODEL_SHARE = 2e-2
-# A step of which the line search leaves less than BOLD was blocked by keys that the model left out: it is
-# made finer by FINER, down to FINEST.
+# A step of which the line search leaves less than BOLD was blocked by keys that the model left out:
+# it is made finer by FINER, down to FINEST.
 BOLD, FINER, FINEST = 0.2, 0.1, 1e-12
 # Conjugate directions per step at most, and the share of the squared residual at which they end.
 CONJUGATE, SOLVED = 30, 1e-4
-# c is at least this share of |g|: far from the minimum, or if that lies inside the ball, -g·u can be zero or less.
+# c is at least this share of |g|: -g·u can be zero or less.
 LEAST = 0.1
 # A line search ends where the slope is down to this share of what it was.
 FLAT, SEARCH_STEPS = 0.3, 40
 # A model step that gains less than this share of what the linear model promises has met rounding.
 TRUST = 0.01
-# The largest weight is found to this share of what was asked for; the rest is left to the rounding of the proof.
+# The largest weight is found to this share of what was asked for; the proof rounds.
 PROOF = 1 - 1e-4
-# Newton steps per key. Heads with scores of tens of nats take 1 to 20; with hundreds of nats log w has kinks and takes
-# a hundred.
+# Newton steps per key. Heads with scores of tens of nats take 1 to 20; with hundreds of nats log w
+# has kinks and takes a hundred.
 NEWTON_STEPS = 400
 
-# exp(x) = 2^k exp(r): log2(e), the two parts of log(2), what rounds to whole numbers when it is added (its lowest bits
-# are then k), and exponents below which it is 0.
+# exp(x) = 2^k exp(r): log2(e), the two parts of log(2), what rounds to whole numbers when it is
+# added (its lowest bits are then k), and exponents below which it is 0.
 LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 6.93147180369123816490e-01, 1.90821492927058770002e-10
 ROUNDER, LOWEST = 6755399441055744.0, -700.0
 
@@ -177,7 +177,7 @@ def model_minimum(room: Room, many: int, u: Floats) -> None:
 
 @compiled_part
 def set_gradient(rows: Floats, i: int, u: Floats, room: Room) -> tuple[float, float]:
-    """Set the gradient of f at u and the mean key; return how much lower f can be in the ball, and |gradient|."""
+    """Set the gradient of f at u and the mean key; return how much lower f can be, and |gradient|."""
     weight, gradient, mean = room.keyed[WEIGHT], room.vectors[GRADIENT], room.vectors[MEAN]
     count, dim = rows.shape
     combine(rows, weight, count, dim, mean)
@@ -213,7 +213,7 @@ def set_spread(rows: Floats, i: int, model: float, room: Room) -> int:
 
 @compiled_part
 def line_search(room: Room, i: int, value: float, slope: float) -> tuple[float, float]:
-    """Return the share of a step (at most 1) at which f has nearly stopped falling, and f there; weights in `trial`."""
+    """Return the share of a step at which f has nearly stopped falling, and f there."""
     scores, change, trial, sums = room.keyed[SCORES], room.keyed[CHANGE], room.keyed[TRIAL], room.keyed[SHORT]
     count = scores.shape[0]
     low, high, share, lower = 0.0, 1.0, 1.0, value
@@ -242,7 +242,7 @@ def line_search(room: Room, i: int, value: float, slope: float) -> tuple[float, 
 
 @compiled_part
 def take_best_start(columns: Floats, offset: Floats, i: int, starts: Floats, room: Room, u: Floats) -> float:
-    """Set u to the row of `starts` that gives key i the largest weight, and what is known there; return f there."""
+    """Set u to the row of `starts` that gives key i the largest weight; return f there."""
     dim, count = columns.shape
     scores, change, weight, trial = room.keyed[SCORES], room.keyed[CHANGE], room.keyed[WEIGHT], room.keyed[TRIAL]
     value = np.inf
@@ -277,10 +277,10 @@ def bound_attention(
     all_attention: Attention,
     scratch: Scratch,
 ) -> None:
-    """Bracket the largest softmax weights in some sets over the ball of queries of a radius, if that is positive.
+    """Bracket the largest softmax weights over the ball of queries of a radius, if that is positive.
 
-    The steps stop when a weight is known to `gap`, or when they or the budget (multiply-adds) run out; the first way
-    that fails is followed by a second one, from the middle of the ball.
+    The steps stop when a weight is known to `gap`, or when they or the budget (multiply-adds) run
+    out; the first way that fails is followed by a second one, from the middle of the ball.
 
     Args:
         row_sets, column_sets: "set key dim" and "set dim key", in nats, times the radius.

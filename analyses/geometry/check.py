@@ -1,5 +1,4 @@
 """Prove certificates: nothing leaves the geometry that this module did not prove first.
-
 This is plain arithmetic on the keys as they were given. It shares only the compiler with the solvers.
 
 A sum of m products, in any order, is off by at most m·eps times the sum of their magnitudes
@@ -33,9 +32,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# The one tolerance of the geometry, relative to the RMS norm of the centred keys: above what float32 rounding leaves of
-# keys in a plane (of 5,400 interior keys, 1e-7 mistakes 6 for vertices, 1e-8 669), and small, since keys on a sphere
-# closer than sqrt(8 TAU) to both neighbours count as inside (of 30,000 LayerNorm outputs on a circle 3).
+# The one tolerance of the geometry, relative to the RMS norm of the centred keys. It is above what
+# float32 rounding leaves of keys in a plane (of 5,400 interior keys, 1e-7 mistakes 6 for vertices, 1e-8
+# 669). It is small, since keys on a sphere closer than sqrt(8 TAU) to both neighbours count as inside.
 TAU = 1e-7
 # Both sides of tau are decided up to this share of it: the RMS norm that tau is relative to is itself rounded.
 SLACK = 1e-6
@@ -114,7 +113,7 @@ _Table = TypeVar("_Table", bound=NamedTuple)
 
 
 def of_sets(table: _Table, part: slice | int) -> _Table:
-    """Return what a table of several sets, which may contain tables, says about some of them, or about one."""
+    """Return what a table of several sets says about some of them, or about one."""
     fields: list[Any] = list(table)
     for place, field in enumerate(fields):
         if isinstance(field, np.ndarray):
@@ -128,7 +127,7 @@ space_of, verdicts_of = compiled_slice(Space), compiled_slice(Verdicts)
 
 
 def make_space(rows: Floats, offset: Floats, noise: Floats) -> Space:
-    """Return the space of some points, of one set or several, from the noise that they have by themselves."""
+    """Return the space of some points from the noise that they have by themselves."""
     length = np.sqrt(np.einsum("...kd,...kd->...k", rows, rows))
     stored = np.where(length > 0.0, noise + UNDERFLOW, noise)
     error = stored + AMPLE * (rows.shape[-1] + 4) * EPS * (length + np.abs(offset))
@@ -196,7 +195,7 @@ def scores_under(space: Space, query: Floats, out: Floats) -> None:
 
 @compiled_part
 def lead_under(space: Space, i: int, query: Floats, scores: Floats, upwards: bool, absent: Bools) -> float:
-    """Return how far a query of length one, along `query`, is proved to score key i above all that are not absent.
+    """Return how far a query of length one is proved to score key i above all that are not absent.
 
     Args:
         scores: of all points under `query`, sums of products in any order.
@@ -228,11 +227,11 @@ def query_lead(space: Space, i: int, query: Floats, upwards: bool, scratch: Scra
 def weights_miss(
     space: Space, i: int, member: Ints, value: Floats, used: int, upwards: bool, out: Floats
 ) -> tuple[float, float]:
-    """Return bounds of how far the mean of weights is from key i, and the distance of the nearest key that has one.
+    """Return how far the mean of weights is from key i at most, and the nearest key that has one.
 
     Returns:
-        the upper bound of the length of Σ w_j (z_j - z_i), a surplus upwards not counted, infinite if the weights are
-        not convex weights of other keys; and the smallest |z_j - z_i| of a weight that is not zero.
+        the upper bound of |Σ w_j (z_j - z_i)|, a surplus upwards not counted, infinite if the weights
+        are not convex weights of other keys; and the smallest |z_j - z_i| of a positive weight.
     """
     count, dim = space.rows.shape
     total, size, noise, nearest = 0.0, 0.0, 0.0, np.inf
@@ -272,7 +271,7 @@ def prove_query(space: Space, i: int, trial: Floats, biased: bool, verdicts: Ver
     lead = -np.inf
     for attempt in range(2):
         if biased and attempt == 1 and trial[last] <= 0.0:
-            # One that is added to biased scores must count the bias: a little, which a ten-thousandth of its lead pays.
+            # Added to biased scores, it must count the bias: a little, for a ten-thousandth of its lead.
             length, low, high = 0.0, np.inf, -np.inf
             for t in range(last):
                 length += trial[t] * trial[t]
@@ -318,7 +317,7 @@ def try_scores(
     all_verdicts: Verdicts,
     scratch: Scratch,
 ) -> None:
-    """Give verdicts to keys without one that their queries prove, from the scores of all keys under these."""
+    """Give verdicts to keys without one that queries prove, from the scores of all keys under these."""
     many = trials.shape[1]
     for place in range(trials.shape[0] * many):
         b, a, best = place // many, place % many, -np.inf
@@ -379,7 +378,7 @@ def gap_at_least(space: Space, i: int, u: Floats, out: Floats) -> float:
 
 @compiled_part
 def gap_at_most(space: Space, i: int, member: Ints, value: Floats, used: int, out: Floats) -> float:
-    """Return what convex weights of other keys allow the best gap to be; infinite if they are not such weights."""
+    """Return what convex weights of other keys allow the best gap to be, infinite for other weights."""
     miss, _ = weights_miss(space, i, member, value, used, used < 0, out)
     if miss == np.inf:
         return np.inf
@@ -462,7 +461,7 @@ def attention_bounds(space: Space, i: int, u: Floats, radius: float, scratch: Sc
 def keep_attention(
     space: Space, i: int, u: Floats, proof: Floats, radius: float, scratch: Scratch, attention: Attention
 ) -> None:
-    """Keep the bounds that two points of the unit ball, brought to a radius, prove if they are tighter than before."""
+    """Keep the bounds that two points of the unit ball, brought to a radius, prove if they are tighter."""
     dim, alike = u.shape[0], True
     into_ball(u, dim)
     into_ball(proof, dim)

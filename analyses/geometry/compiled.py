@@ -1,12 +1,12 @@
 """How inner loops are compiled (numba, without the interpreter lock, cached on disk) and run in several threads.
 
-Loops round as they are written: sums are not reordered and products not fused. So results do not depend on where arrays
-lie in memory, on threads, or on whether code was just compiled or read from the cache. Loops run on vector registers
-where they go along the last axis of arrays that they add to (`out[j] += a * row[j]`); sums of products do not.
+Loops round as they are written: sums are not reordered and products not fused. So results do not depend
+on where arrays lie in memory, on threads, or on the cache. Loops run on vector registers where they go along
+the last axis of arrays that they add to (`out[j] += a * row[j]`); sums of products do not.
 
-numba takes cached code for valid while a function's own file is unchanged, but the code contains what the function
-calls in other files. So the code of every state of the sources, of every numba and of every kind of processor has a
-folder of its own.
+numba takes cached code for valid while a function's own file is unchanged, but the code contains what
+the function calls in other files. So the code of every state of the sources, of every numba and of every
+kind of processor has a folder of its own.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _Item = TypeVar("_Item")
 _Table = TypeVar("_Table", bound=NamedTuple)
 
 
-# Without memory to allocate ("_nrt") there are no references to count, which took half of the time of small sets; and
-# arrays that are made in compiled functions took a tenth of the compilation.
+# Without memory to allocate ("_nrt") there are no references to count, which took half of the time
+# of small sets; arrays in compiled functions took a tenth of the compilation.
 _IN_PLACE: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
 # (A part that does not say so is inlined wherever it is called, if what calls it first is inlined itself.)
 _PART = _IN_PLACE | {"no_cpython_wrapper": True, "forceinline": False}
@@ -44,8 +44,8 @@ _PART = _IN_PLACE | {"no_cpython_wrapper": True, "forceinline": False}
 def compiled_in_place(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Compile `function`, which makes no arrays, on its first call.
 
-    The machine code is cached in the user's cache folder, or below `NUMBA_CACHE_DIR`; where neither can be written it
-    is compiled anew in every process.
+    The machine code is cached in the user's cache folder, or below `NUMBA_CACHE_DIR`;
+    where neither can be written it is compiled anew in every process.
     """
     folder = cache_folder(Path(function.__code__.co_filename).resolve().parent)
     if folder is None:
@@ -64,7 +64,7 @@ def compiled_part(function: Callable[_Args, _Result]) -> Callable[_Args, _Result
 
 
 def compiled_inline(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function` into those that call it: a part with many arrays that is called often, from one place.
+    """Compile `function` into those that call it: a part with many arrays, called from one place.
 
     Machine code is made of a function, and again of every function that contains it, so each place costs time.
     """
@@ -72,7 +72,7 @@ def compiled_inline(function: Callable[_Args, _Result]) -> Callable[_Args, _Resu
 
 
 def compiled_slice(kind: type[_Table]) -> Callable[[_Table, int], _Table]:
-    """Return a compiled function that takes one set from a table of arrays that lead with the set."""
+    """Return a compiled function that takes one set from a table of several."""
     fields = ", ".join(f"table.{name}[b]" for name in kind._fields)
     return compiled_part(eval(f"lambda table, b: kind({fields})", {"kind": kind}))
 
@@ -118,7 +118,7 @@ class Compilation:
                 self._thread.start()
 
     def wait(self, quiet: bool = False) -> None:
-        """Return when everything is compiled; says what it waits for where that takes a while, if not `quiet`."""
+        """Return when everything is compiled; say what it waits for, if not `quiet`."""
         self.start()
         assert self._thread is not None
         if threading.current_thread() is self._thread:
@@ -133,7 +133,7 @@ class Compilation:
 
     def _run(self) -> None:
         folder, thresholds = cache_folder(Path(__file__).resolve().parent), gc.get_threshold()
-        gc.set_threshold(20_000, 50, 50)  # to look for garbage among what the compiler keeps took a tenth of the time
+        gc.set_threshold(20_000, 50, 50)  # what the compiler makes is no garbage: a tenth of the time
         try:
             if folder is None:
                 self._work()
@@ -169,8 +169,7 @@ def in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], threads
     """Return `[work(item) for item in items]`, computed by this thread and `threads - 1` others."""
     if threads == 1 or len(items) < 2:
         return [work(item) for item in items]
-    results: list[Any] = [None] * len(items)
-    left = iter(range(len(items)))
+    results, left = [cast("_Result", None)] * len(items), iter(range(len(items)))
 
     def share() -> None:
         for place in left:
@@ -186,5 +185,5 @@ def in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], threads
 
 @cache
 def _threads(count: int) -> ThreadPoolExecutor:
-    """Return threads that are kept from call to call: to start one takes as long as the verdicts of a head."""
+    """Return threads that are kept from call to call, since it takes long to start one."""
     return ThreadPoolExecutor(count, "geometry")

@@ -53,6 +53,7 @@ from ln_probe.analyses.geometry.compiled import Compilation, in_threads, process
 from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, alike, centre, judge, level_queries, see, whiten
 from ln_probe.analyses.geometry.nearest import CLEAR, Keys, Search, Verdict, find_margins, find_verdicts, search_room
 from ln_probe.analyses.progress import one_blas_thread
+from ln_probe.hooks.model import whole_number
 
 # Width of a margin's bracket, as a share of the margin: it is read to two digits. "exact": six digits.
 RELATIVE_GAP, EXACT_GAP = 0.01, 1e-6
@@ -64,7 +65,7 @@ BUDGET = 1e9
 MOST_PRODUCTS = 2048
 # Sets are solved together while the products of all their keys are no more than this.
 TOGETHER = 2**17
-# Sets of keys of no more numbers are prepared in one thread: numpy's small steps take the interpreter's lock in turn.
+# Keys of no more numbers are prepared in one thread, since small steps take the interpreter's lock.
 SMALL = 2**15
 # Own queries are tried if the first keys win under theirs.
 PILOT = 32
@@ -130,7 +131,7 @@ def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: V
     if sets == 1 and count <= dim and not biased:  # where all are corners, one factorization is enough
         with suppress(np.linalg.LinAlgError):
             trials = np.linalg.solve(rows @ rows.mT + 1.0, rows)
-            try_queries(space, trials, biased, every, start, verdicts, scratch)
+            try_queries(space, np.asarray(trials, np.float64), biased, every, start, verdicts, scratch)
     white = None if verdicts.code.all() else whiten(rows, biased)
     if white is None:
         for b in range(sets if sets > 1 else 0):
@@ -138,10 +139,9 @@ def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: V
             one, answers = of_sets(judged, part), of_sets(verdicts, part)
             search(one, of_sets(space, part), budget, start[part], answers, scratch)
         return
-    queries, trials = np.ascontiguousarray(white.to_query.mT), white.rows
-    if white.lifted and (lowered := trials[..., -1] < 0.0).any():  # queries look upwards
-        trials = trials.copy()
-        trials[lowered, -1] = 0.0
+    queries, trials = np.ascontiguousarray(white.to_query.mT), white.rows.copy()
+    if white.lifted:  # queries look upwards
+        np.maximum(trials[..., -1], 0.0, out=trials[..., -1])
     try_queries(space, trials @ queries, biased, every, start, verdicts, scratch)
     if verdicts.code.all():
         return
@@ -260,7 +260,7 @@ def solve_sets(
     request: Request = Request(),
     threads: int | None = None,
 ) -> list[Solved]:
-    """Solve sets of valid float64 keys in `threads` threads (default: as many as there are processors).
+    """Solve sets of valid float64 keys in `threads` threads (default: one for each processor).
 
     Results do not depend on the number of threads.
 
@@ -270,12 +270,7 @@ def solve_sets(
         radii: attention is over the queries of each set with |u| no more than this; None: 1.
     """
     compilation.wait()
-    if threads is None:
-        threads = processors()
-    else:
-        from ln_probe.hooks.model import whole_number  # (with TransformerLens, which the kernels do without)
-
-        threads = whole_number(threads, "threads", 1)
+    threads = processors() if threads is None else whole_number(threads, "threads", 1)
     sets, count, dim = keys.shape
     radii, size, prepared = np.ones(sets) if radii is None else radii, 1, None
     with one_blas_thread():  # products round alike for any number of threads
@@ -312,10 +307,10 @@ def finish_search(judged: Judged, space: Space, verdicts: Verdicts, budget: floa
 
 
 def nearest_point(judged: Judged, i: int, active: Ints, weight: Floats, budget: float) -> tuple[Floats, Ints, Floats]:
-    """Search on from some active keys, where verdicts are given, for the point of the hull that is nearest to key i.
+    """Search on from some active keys for the point of the hull that is nearest to key i.
 
-    This is the search of `nearest`, but the active points are factorized instead of their Gram matrix, which keeps
-    twice as many digits. It takes hundreds of times as long, and few steps.
+    This is the search of `nearest`, but the active points are factorized instead of their Gram
+    matrix, which keeps twice as many digits. It takes hundreds of times as long, and few steps.
 
     Returns:
         the query against that point, the active keys and their weights.
@@ -359,7 +354,7 @@ def nearest_point(judged: Judged, i: int, active: Ints, weight: Floats, budget: 
 
 
 def affine_weights(table: Floats, counts: Floats) -> Floats:
-    """Return the weights of the point of an affine hull that is nearest to the origin; NaN where these are not unique.
+    """Return the weights of the point of an affine hull that is nearest to the origin, if unique.
 
     Args:
         table: "point dim+1", each point and a multiple of what its weight counts.
@@ -385,5 +380,5 @@ compilation = Compilation(_compile_kernels)
 
 
 def start_compilation() -> None:
-    """Begin to compile the kernels in the background, so that the first set of keys need not wait for all of it."""
+    """Begin to compile the kernels in the background."""
     compilation.start()

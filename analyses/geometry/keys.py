@@ -1,9 +1,9 @@
 """What a user may give (keys, a bias, a set of queries), checked, and the coordinates in which it is measured.
 
-Arrays and tensors of any floating-point type become float64. Verdicts are about the keys themselves (`Judged`):
-centred, over their RMS norm, a bias over its own RMS as one more coordinate. If the set of queries lacks directions, so
-do these points, and the center's part along them is a bias. Margins and attention are about the keys as the queries see
-them (`Seen`): `z = Aᵀk`, in nats, with `c·k` and the bias added to the scores. docs/geometry.md says why.
+Verdicts are about the keys themselves (`Judged`): centred, over their RMS norm, a bias over its own RMS
+as one more coordinate. If the set of queries lacks directions, so do these points, and the center's part
+along them is a bias. Margins and attention are about the keys as the queries see them (`Seen`):
+`z = Aᵀk`, in nats, with `c·k` and the bias added to the scores. docs/geometry.md says why.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Array = np.ndarray | torch.Tensor
 
 # Squares of numbers between these, and products of several of them, stay far within float64's range.
 SMALLEST, LARGEST = 1e-60, 1e60
-# A direction along which the axes are shorter than this share of the longest is not part of the set's span: queries do
-# not differ along it, and neither do the keys that they see. In float64 the span is then known to about 1e-7, the
-# tolerance of verdicts. Directions above it are kept as they are, however short the axes are along them.
+# A direction along which the axes are shorter than this share of the longest is not part of the
+# set's span: queries do not differ along it. In float64 the span is then known to about 1e-7, the
+# tolerance of verdicts.
 SPAN_TOLERANCE = 1e-9
-# Axes whose squares have a Cholesky factor with pivots of at least this share of the largest span all directions.
+# Rows span all directions if their Gram matrix's pivots are at least this share of the largest.
 CLEARLY = 1e-4
-# A direction in which the keys' RMS is no more than this (relative to that of all directions) is not part of the span.
+# A direction in which the keys' relative RMS is no more than this is not part of the span.
 RANK_TOLERANCE = 1e-9
-# Where no key has more than this outside a subspace that the others clearly span, all of them lie in it.
+# Keys with no more than this outside a subspace that others clearly span lie in it.
 FLAT = 1e-12
-# Pivots of a Cholesky factorization above this share of the diagonal have at least six digits; with smaller ones the
-# factor is found from the keys instead of their Gram matrix.
+# Pivots of a Cholesky factorization above this share of the diagonal have at least six digits;
+# with smaller ones the factor is found from the keys.
 CHOLESKY_IS_ENOUGH = 1e-8
-# A bias that is an affine function of the keys up to this share of its spread changes no verdict: the function's slope
-# can be absorbed into the query.
+# A bias that is an affine function of the keys up to this share of its spread changes no verdict:
+# the query can absorb it.
 AFFINE_BIAS = 1e-12
 # Scores that differ by less than this share of the largest coordinate are alike.
 LEVEL = 1e-10
@@ -134,7 +134,7 @@ def check_size(name: str, values: Float64[np.ndarray, "*shape"]) -> None:
 
 
 def clearly_span(rows: Float64[np.ndarray, "set row d"]) -> Bools:
-    """Return which sets of rows clearly span all directions: their Gram matrix has a factor with pivots of one size."""
+    """Return which sets of rows clearly span all directions."""
     try:
         pivots = np.linalg.cholesky(rows.mT @ rows).diagonal(axis1=1, axis2=2)
     except np.linalg.LinAlgError:
@@ -146,8 +146,8 @@ def clearly_span(rows: Float64[np.ndarray, "set row d"]) -> Bools:
 class QuerySet:
     """All queries `center + axes @ u` with `|u| <= 1`; scores are plain products with keys, in nats.
 
-    `slack`: how far, relative to the length of each row of the axes, a query of the set that was given may lie from one
-    of this (not 0 only where axes were reduced in number).
+    `slack`: how far, relative to the length of each row of the axes, a query of the given set may lie
+    from one of this (not 0 only where axes were reduced in number).
     """
 
     center: Float64[np.ndarray, " d"]
@@ -156,7 +156,7 @@ class QuerySet:
 
     @cached_property
     def missing(self) -> Float64[np.ndarray, "d m"]:
-        """Orthonormal directions that the span of the axes lacks (relative singular value below SPAN_TOLERANCE)."""
+        """Orthonormal directions that the span of the axes lacks."""
         d, r = self.axes.shape
         if r >= d and clearly_span(self.axes.T[None]).all():
             return np.zeros((d, 0))
@@ -191,8 +191,8 @@ class QuerySet:
     def compact(self) -> QuerySet:
         """Return the same set with at most d axes (only `axes @ axes.T` matters).
 
-        Orthogonal triangularization by reflections changes each row of the axes by no more than a small multiple of
-        r·d·eps of its length (N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 19.4).
+        Triangularization by reflections changes each row of the axes by no more than a small multiple
+        of r·d·eps of its length (Higham 2002, theorem 19.4; see `check`).
         """
         d, r = self.axes.shape
         if r == 0:
@@ -242,7 +242,7 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
 
 
 class Judged(NamedTuple):
-    """The keys of some sets where verdicts are given; of one set, the arrays do not lead with the set."""
+    """The keys of some sets, or of one, where verdicts are given."""
 
     rows: Floats  # "set key D": centred, over their RMS norm; a bias over its own is the last coordinate
     noise: Floats  # how far each may be off
@@ -270,7 +270,7 @@ def centre(keys: Floats) -> tuple[Floats, Floats]:
 
 
 def over_rms(points: Floats, off: Floats, noise: Floats, width: int) -> tuple[Floats, Floats, Floats]:
-    """Return points over their RMS norm in the first coordinates of `width`, how far each may be off, and that norm.
+    """Return points over their RMS norm, among `width` coordinates, their errors, and that norm.
 
     Args:
         points: centred.
@@ -291,7 +291,7 @@ def alike(bias: Floats | None, query_sets: Sequence[QuerySet] | None) -> bool:
 
 
 def judge(points: Floats, off: Floats, bias: Floats | None, query_sets: Sequence[QuerySet] | None) -> Judged:
-    """Return centred keys of some sets where verdicts are given: of one set, or of several that are `alike`."""
+    """Return centred keys where verdicts are given: of one set, or of several that are `alike`."""
     nothing, wide = np.zeros(points.shape[:2]), points.shape[2]
     if alike(bias, query_sets):
         rows, noise, size = over_rms(points, off, nothing, wide)
@@ -329,7 +329,7 @@ def judge(points: Floats, off: Floats, bias: Floats | None, query_sets: Sequence
 
 
 def see(points: Floats, bias: Floats | None, query_sets: Sequence[QuerySet]) -> Seen:
-    """Return centred keys of some sets as their queries see them: of one set, or of several without a bias."""
+    """Return centred keys as their queries see them: of one set, or of several without a bias."""
     centers, axes = (np.stack([getattr(each, name) for each in query_sets]) for name in ("center", "axes"))
     sizes, slack = np.abs(points), np.array([[queries.slack] for queries in query_sets])
     rows, offset = points @ axes, np.einsum("skd,sd->sk", points, centers)
@@ -344,7 +344,7 @@ def see(points: Floats, bias: Floats | None, query_sets: Sequence[QuerySet]) -> 
 
 
 def level_queries(seen: Seen, query_sets: Sequence[QuerySet], bias: Floats | None) -> tuple[Floats, Bools]:
-    """Return for each set a u under which all keys score alike, and whether one is known in the unit ball."""
+    """Return a u under which all keys score alike, and whether one is known in the unit ball."""
     sets, count, dim = seen.rows.shape
     level, known = np.zeros((sets, dim)), [None if bias is not None else each.level for each in query_sets]
     outside = np.array([u is None or np.linalg.norm(u) > 1.0 for u in known])
@@ -388,7 +388,7 @@ def whiten(rows: Floats, biased: bool) -> White | None:
 
 
 def whiten_flat(rows: Floats, biased: bool) -> White | None:
-    """Return white coordinates of keys without a bias that clearly lie in a subspace; None where that is not clear."""
+    """Return white coordinates of keys that clearly lie in a subspace; None where that is not clear."""
     values, vectors = np.linalg.eigh(rows.T @ rows / len(rows))
     spanned = values > CLEARLY * values[-1]
     rest = rows @ vectors[:, ~spanned]
@@ -407,8 +407,11 @@ def invert_factors(uppers: Floats, count: int, inverses: Floats, least: Floats) 
 
 @compiled_part
 def invert_factor(upper: Floats, count: int, inverse: Floats) -> float:
-    """Factorize `upper / count = Rᵀ R` in place and set the inverse of R, among zeros; return R's least diagonal entry,
-    or 0 if that is not well determined."""
+    """Factorize `upper / count = Rᵀ R` in place and set the inverse of R, among zeros.
+
+    Returns:
+        R's least diagonal entry, 0 if that is not well determined.
+    """
     dim, least = upper.shape[0], np.inf
     for s in range(dim):
         for t in range(s, dim):
@@ -441,7 +444,7 @@ def invert_factor(upper: Floats, count: int, inverse: Floats) -> float:
 
 
 def whiten_carefully(rows: Floats, biased: bool) -> White:
-    """Whiten keys that may lie in a subspace, or nearly: orthogonalize their coordinates, the longest rest first."""
+    """Whiten keys that may lie in a subspace: orthogonalize coordinates, the longest rest first."""
     count, dim = rows.shape
     most, plain, order = min(dim, count), dim - biased, np.arange(dim)
     rest, basis, upper = rows.T.copy(), np.zeros((most, count)), np.zeros((most, dim))

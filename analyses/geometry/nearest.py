@@ -22,8 +22,7 @@ Only products of differences enter: from the matrix of all products of keys, or 
 The factors f_a bring differences to about one length, since a Gram matrix keeps nothing of much shorter ones.
 The weights of the affine minimizer are `G⁻¹ e`, made to sum to one, where `G = c·eeᵀ + P Pᵀ`, and `e` says what
 a point adds to the sum of the weights. The inverse is updated in O(m²) when a point comes or goes.
-
-For keys with a bias, the last coordinate, the hull is extended downwards by a ray: a surplus of bias does no harm.
+For keys with a bias, the last coordinate, the hull is extended downwards by a ray.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_inli
 
 # Verdicts are taken this far (relative) from tau, so that the check of the certificate agrees.
 CLEAR = 1e-3
-# Pivots of the bordered Gram matrix below this share of the new point's squared length mean that the point lies in the
-# affine hull of the active set as far as float64 can tell.
+# A pivot below this share of a new point's squared length: as far as float64 can tell, the point
+# lies in the affine hull of the active set.
 PIVOT = 1e-14
-# A margin's bracket narrower than this (relative to the RMS norm of the keys as queries see them) is not narrowed
-# further; and of an unselectable key whose margin is known to be about 0.
+# A margin's bracket of this width, relative to the RMS norm of the keys, is narrow enough;
+# and that of an unselectable key whose margin is known to be about 0.
 ZERO, INSIDE = 0.01 * TAU, 1.01 * TAU
 # Products x·p carry errors of about 1e-16·|x|·|p|; this leaves room for sums over thousands of terms.
 NOISE = 1e-12
@@ -77,11 +76,11 @@ DEPENDS = 1e-9
 LONGER = 1e3
 # Squared distances read off products are noise below this share of the keys' own squares.
 SQUARE_NOISE = 1e-13
-# Keys that enter together in the first steps, one step for two dimensions: most of the keys that score highest at first
-# stay. In FEW dimensions a verdict takes too few steps for that; it lets in keys that alone would make x this SHORTER.
+# Keys that enter together in the first steps, one step for two dimensions, since most of them stay.
+# In FEW dimensions a verdict takes too few steps for that. Keys must make x this much SHORTER.
 TOGETHER, FEW, SHORTER = 3, 8, 0.5
-# Steps without a better bound after which the inverse has drifted, how often that is put right, and steps per dimension
-# at most: for a margin, and for a verdict.
+# Steps without a better bound after which the inverse has drifted, how often that is put right,
+# and steps per dimension at most: for a margin, and for a verdict.
 IDLE, REBUILT, STEPS, VERDICT_STEPS = 3, 5, 40, 10
 
 
@@ -136,7 +135,7 @@ def search_room(count: int, dim: int, judged: int) -> Room:
 
 @compiled_part
 def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -> None:
-    """Compute `out[j] = Σ_t weight[t] table[t, j]` over the first `rows` rows for the first `count` columns."""
+    """Compute `out[j] = Σ_t weight[t] table[t, j]` over the first `rows` rows and `count` columns."""
     for j in range(count):
         out[j] = 0.0
     t = 0
@@ -154,8 +153,7 @@ def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -
 
 @compiled_part
 def append(room: Room, m: int, dim: int) -> bool:
-    """Border the inverse by point `m`, whose column of G is BORDER. False if it is affinely dependent, as every point
-    is on more than `dim` others, regardless of what rounding leaves of its pivot."""
+    """Border the inverse by point `m`, whose column of G is BORDER; return False if it is dependent."""
     inverse, vectors = room.inverse, room.vectors
     solution, border, work, e = vectors[SOLUTION], vectors[BORDER], vectors[WORK], vectors[E]
     combine(inverse, border, m, m, work)
@@ -325,7 +323,7 @@ class Verdict(NamedTuple):
 
     judged: Floats  # "key D": the keys there
     queries: Floats  # "dim D": what a query along each coordinate of the search is there
-    close: Floats  # distances above this in the coordinates of the search are above tau there, for each set
+    close: Floats  # of each set: longer distances in the coordinates of the search are above tau
     biased: bool  # queries look up along the last coordinate there
 
 
@@ -362,7 +360,7 @@ def measure_differences(keys: Keys, search: Search, i: int, room: Room) -> None:
 
 @compiled_inline
 def let_in(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bordering: float, unit: float) -> int:
-    """Let a key (-1: the ray) in as a point without weight, or in the place of one of the points that it depends on.
+    """Let a key (-1: the ray) in as a point without weight, or for a point that it depends on.
 
     Returns:
         the size of the active set, negative if the key is not in it.
@@ -495,7 +493,7 @@ def find_verdicts(
     all_verdicts: Verdicts,
     scratch: Scratch,
 ) -> None:
-    """Search for a query that selects, or for weights that reproduce, each key of some sets without a verdict.
+    """Search for a query that selects, or weights that reproduce, each key without a verdict.
 
     Where neither is proved, the weights are those of the last point that was reached.
 
@@ -622,8 +620,8 @@ def find_margins(
     """Bracket the margins of some sets that are not known as narrowly as is asked for yet.
 
     Args:
-        level: for each set, a u under which all keys score alike, if `levelled`: it proves that no margin is below 0.
-            A bracket of an unselectable key may then be wider, since the weights that reproduce the key prove that its
+        level: for each set, a u under which all keys score alike, if `levelled`: it proves that no
+            margin is below 0. Then the weights that reproduce an unselectable key prove that its
             margin is about 0.
         sizes: the RMS norm of each set.
     """

@@ -1,8 +1,8 @@
 """The queries that heads can make, and how near they come to the one that gives every key the same score.
 
-Behind a norm that scales, a head can make only a bounded set of queries. With projection, norm outputs are orthogonal
-to 1 before gain and bias, so a query with gain * (W_K q) ∝ 1 scores all keys alike (Brody, Alon & Yahav 2023, section
-3.1).
+Behind a norm that scales, a head can make only a bounded set of queries. With projection, norm outputs
+are orthogonal to 1 before gain and bias, so a query with gain * (W_K q) ∝ 1 scores all keys alike
+(Brody, Alon & Yahav 2023, section 3.1).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def query_radius(heads: Heads, norm: Norm, y: Float[Tensor, "pos d_model"]) -> F
 
 
 def _per_head(heads: Heads, values: Float[Tensor, " wide *axis"]) -> Float[Tensor, "head d_head *axis"]:
-    """Return what a query norm can put out, of each head: the same for all, or (a norm of all heads) its part."""
+    """Return what a query norm can put out, of each head."""
     parts = values.reshape(-1, heads.W_Q.shape[-1], *values.shape[1:])
     return parts.expand(heads.n_heads, *parts.shape[1:])
 
@@ -182,7 +182,7 @@ def mean_angle(heads: Heads, site: Norm, q: Float[Tensor, "query head d_head"]) 
 
 
 def random_angle(d: int, *, seed: int = 0) -> float:
-    """Mean angle in degrees (0–90) of random directions of R^d to the all-ones direction: that of unrelated queries."""
+    """Mean angle in degrees (0–90) of random directions of R^d to the all-ones direction."""
     v = torch.randn(2000, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     cosine = (v.sum(-1).abs() / (v.norm(dim=-1) * math.sqrt(d))).clamp(0.0, 1.0)
     return float(torch.rad2deg(torch.acos(cosine)).mean())

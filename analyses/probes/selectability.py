@@ -38,7 +38,7 @@ from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 
 # Layers of prompts that wait for their turn at most: four prompts of GPT-2 small. Passes and losses go on beside that.
 MOST_WAITING = 48
-# Heads of a layer that a thread measures in one call at least: every call takes the interpreter's lock many times.
+# Heads of a layer that a thread measures in one call at least: calls take the interpreter's lock.
 TOGETHER = 4
 # Variants whose margins and attention are measured, and whose keys have a row each.
 COMPARED = (INTACT.name, SCALING_FROZEN.name)
@@ -173,7 +173,7 @@ def _measure(
 
 
 def _keys_of_heads(attended: AttentionLayer, variant: str) -> Iterator[Callable[[], list[Measures]]]:
-    """Yield what measures some of the chosen heads; where nothing bounds their queries, it gives verdicts alone."""
+    """Yield what measures some of the chosen heads: verdicts alone where nothing bounds their queries."""
     chosen, bias = attended.chosen, attended.key_bias
     keys = attended.keys(variant).permute(1, 0, 2)[chosen].contiguous().cpu().numpy()
     largest = uniformity_of(attended, variant)[1][chosen]
