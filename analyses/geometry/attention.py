@@ -36,7 +36,7 @@ CONJUGATE, SOLVED = 30, 1e-4
 LEAST = 0.1
 # A line search ends where the slope is down to this share of what it was.
 FLAT, SEARCH_STEPS = 0.3, 40
-# A model step that gains less than this share of what the linear model promises has met rounding.
+# A model step that gains less than this share of what the linear model promises is rounding.
 TRUST = 0.01
 # The largest weight is found to this share of what was asked for; the proof rounds.
 PROOF = 1 - 1e-4
@@ -74,7 +74,7 @@ def attention_room(count: int, dim: int) -> Room:
 
 @compiled_part
 def exponentials(values: Floats, shift: float, power: Floats, bits: Ints, out: Floats) -> float:
-    """Set `out = exp(values - shift)`, to about one ulp where that is above 1e-304, else 0; return the sum."""
+    """Set `out = exp(values - shift)`, to about one ulp (0 below 1e-304); return the sum."""
     count = values.shape[0]
     for j in range(count):
         power[j] = (values[j] - shift) * LOG2_E + ROUNDER
@@ -192,7 +192,7 @@ def set_gradient(rows: Floats, i: int, u: Floats, room: Room) -> tuple[float, fl
 
 @compiled_part
 def set_spread(rows: Floats, i: int, model: float, room: Room) -> int:
-    """Set the rows whose products sum to the second derivative of f; return how many there are."""
+    """Set the rows whose products sum to the second derivative of f; return their number."""
     weight, mean = room.keyed[WEIGHT], room.vectors[MEAN]
     count, dim = rows.shape
     rival = 0.0
@@ -326,7 +326,7 @@ def bound_attention(
                 for t in range(dim):
                     step[t] = room.vectors[AIM, t] - u[t]
                     slope += room.vectors[GRADIENT, t] * step[t]
-                if slope > -TRUST * most:  # rounding in the model: straight to where the gradient points
+                if slope > -TRUST * most:  # rounding: along the gradient
                     slope = -most
                     for t in range(dim):
                         step[t] = -room.vectors[GRADIENT, t] / slope_length - u[t]

@@ -36,11 +36,11 @@ Bools = NDArray[np.bool_]
 # float32 rounding leaves of keys in a plane (of 5,400 interior keys, 1e-7 mistakes 6 for vertices, 1e-8
 # 669). It is small, since keys on a sphere closer than sqrt(8 TAU) to both neighbours count as inside.
 TAU = 1e-7
-# Both sides of tau are decided up to this share of it: the RMS norm that tau is relative to is itself rounded.
+# Both sides of tau are decided up to this share of it, since the RMS norm is itself rounded.
 SLACK = 1e-6
 
 EPS = float(np.finfo(np.float64).eps)
-# A bound of rounding errors times this covers its own rounding, and that of the few operations that follow.
+# A bound of rounding errors times this covers its own rounding, and a few more operations.
 AMPLE = 2.0
 UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
 NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
@@ -266,7 +266,7 @@ def weights_miss(
 
 @compiled_part
 def prove_query(space: Space, i: int, trial: Floats, biased: bool, verdicts: Verdicts, scratch: Scratch) -> None:
-    """Give key i a verdict if a query proves it; the keys that do not compete are marked as absent."""
+    """Give key i a verdict if a query proves it against the keys that are not absent."""
     count, last = space.rows.shape[0], trial.shape[0] - 1
     lead = -np.inf
     for attempt in range(2):
@@ -352,7 +352,7 @@ def try_weights(spaces: Space, biased: bool, all_verdicts: Verdicts, scratch: Sc
 
 @compiled_part
 def into_ball(u: Floats, dim: int) -> None:
-    """Shorten a point until its length is at most 1, rounding included; what is not finite becomes 0."""
+    """Shorten a point until its length is at most 1, rounding included."""
     square = 0.0
     for t in range(dim):
         if not np.isfinite(u[t]):
@@ -366,7 +366,7 @@ def into_ball(u: Floats, dim: int) -> None:
 
 @compiled_part
 def gap_at_least(space: Space, i: int, u: Floats, out: Floats) -> float:
-    """Return a lower bound of the smallest gap of key i to any other key under u, in the unit ball."""
+    """Return a lower bound of the smallest gap of key i to any other key under u."""
     count = space.rows.shape[0]
     scores_under(space, u, out)
     best = -np.inf
@@ -413,7 +413,7 @@ def keep_bound(space: Space, i: int, member: Ints, value: Floats, used: int, mar
 
 @compiled_part
 def attention_bounds(space: Space, i: int, u: Floats, radius: float, scratch: Scratch) -> tuple[float, float]:
-    """Return the softmax weight that u gives key i, and what its weights prove that no query exceeds.
+    """Return the softmax weight that u gives key i, and what no query is proved to exceed.
 
     Args:
         u: a point no further than `radius` from the middle of the ball.

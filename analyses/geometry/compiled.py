@@ -1,4 +1,4 @@
-"""How inner loops are compiled (numba, without the interpreter lock, cached on disk) and run in several threads.
+"""How inner loops are compiled (numba, cached on disk) and run in several threads.
 
 Loops round as they are written: sums are not reordered and products not fused. So results do not depend
 on where arrays lie in memory, on threads, or on the cache. Loops run on vector registers where they go along
@@ -59,14 +59,14 @@ def compiled_in_place(function: Callable[_Args, _Result]) -> Callable[_Args, _Re
 
 
 def compiled_part(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function`, which makes no arrays, for compiled functions to call; nothing else can call it."""
+    """Compile `function`, which makes no arrays, for compiled functions alone to call."""
     return cast("Callable[_Args, _Result]", numba.njit(function, **_PART))
 
 
 def compiled_inline(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Compile `function` into those that call it: a part with many arrays, called from one place.
 
-    Machine code is made of a function, and again of every function that contains it, so each place costs time.
+    Machine code is made of a function, and again wherever it is inlined, so each place costs time.
     """
     return cast("Callable[_Args, _Result]", numba.njit(function, **_PART | {"forceinline": True}))
 
@@ -83,7 +83,7 @@ whole: Any = np.int64
 
 @cache
 def cache_folder(sources: Path) -> Path | None:
-    """Make the folder for the machine code of the Python files of a folder; None where none can be made."""
+    """Make the folder for the machine code of a folder of sources; None where none can be made."""
     processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
     digest = hashlib.sha256(f"{numba.__version__} {processor}".encode())
     for path in sorted({*sources.glob("*.py"), *Path(__file__).resolve().parent.glob("*.py")}):
@@ -166,7 +166,7 @@ def use_processors(count: int | None) -> None:
 
 
 def in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], threads: int) -> list[_Result]:
-    """Return `[work(item) for item in items]`, computed by this thread and `threads - 1` others."""
+    """Return `[work(item) for item in items]`, with the work of `threads - 1` other threads."""
     if threads == 1 or len(items) < 2:
         return [work(item) for item in items]
     results, left = [cast("_Result", None)] * len(items), iter(range(len(items)))

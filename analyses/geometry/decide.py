@@ -55,7 +55,7 @@ from ln_probe.analyses.geometry.nearest import CLEAR, Keys, Search, Verdict, fin
 from ln_probe.analyses.progress import one_blas_thread
 from ln_probe.hooks.model import whole_number
 
-# Width of a margin's bracket, as a share of the margin: it is read to two digits. "exact": six digits.
+# Width of a margin's bracket, as a share of the margin: read to two digits ("exact": six).
 RELATIVE_GAP, EXACT_GAP = 0.01, 1e-6
 # The largest weight is found to this (absolute): attention is read to two digits.
 WEIGHT_GAP = 0.01
@@ -71,7 +71,7 @@ SMALL = 2**15
 PILOT = 32
 # Queries whose scores are computed together.
 TRIALS = 128
-# The nearest point is found where no key scores less than it by more than this share of its square.
+# At the nearest point no key scores less than it by more than this share of its square.
 CONVERGED = 1e-10
 
 
@@ -128,7 +128,7 @@ def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: V
     every = np.ones(sets, np.bool_)
     if verdicts.code.all():
         return
-    if sets == 1 and count <= dim and not biased:  # where all are corners, one factorization is enough
+    if sets == 1 and count <= dim and not biased:  # in one factorization
         with suppress(np.linalg.LinAlgError):
             trials = np.linalg.solve(rows @ rows.mT + 1.0, rows)
             try_queries(space, np.asarray(trials, np.float64), biased, every, start, verdicts, scratch)
@@ -186,7 +186,7 @@ class Problem(NamedTuple):
 
 
 def prepare(keys: Floats, bias: Floats | None, queries: Sequence[QuerySet] | None, request: Request) -> Problem:
-    """Return sets of valid float64 keys before they are solved: one set, or several that are `alike`."""
+    """Return valid float64 keys before they are solved: one set, or several that are `alike`."""
     points, off = centre(keys)
     judged, seen = judge(points, off, bias, queries), None
     rows, (sets, count, wide) = judged.rows, judged.rows.shape
@@ -200,7 +200,7 @@ def prepare(keys: Floats, bias: Floats | None, queries: Sequence[QuerySet] | Non
     answers = no_answers(sets, count, wide, query_space.rows.shape[2])
     verdicts = answers.verdicts
     find_copies(rows, verdicts.first, verdicts.copies)
-    verdicts.code[verdicts.copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE  # nothing to compete with
+    verdicts.code[verdicts.copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE
     own_queries = np.full(sets, wide >= count and not judged.biased)
     if count >= PILOT and not judged.biased:
         leaders = (rows[:, :PILOT] @ space.columns).argmax(axis=2)
@@ -243,7 +243,7 @@ def solve(problem: Problem, radii: Floats, request: Request) -> None:
             doubt = AMPLE * EPS * (count + wide)
             margins.lower[:] *= 1.0 - doubt
             margins.upper[:] *= 1.0 + doubt
-        gapless = ~space.offset.any(axis=1, keepdims=True)  # the zero query gives no key less than 0
+        gapless = ~space.offset.any(axis=1, keepdims=True)  # the zero query gives 0
         np.maximum(margins.lower, 0.0, out=margins.lower, where=gapless)
     if seen is not None and request.attention:
         rows, columns = space.rows * radii[:, None, None], space.columns * radii[:, None, None]
@@ -291,7 +291,7 @@ def solve_sets(
 
 
 def finish_search(judged: Judged, space: Space, verdicts: Verdicts, budget: float, scratch: Scratch) -> None:
-    """Decide what the compiled search left, one key after the other; what is not proved stays undecided."""
+    """Decide what the compiled search left, one key after the other."""
     dim, left, trials = judged.rows.shape[2], verdicts.code == UNDECIDED, np.zeros_like(judged.rows)
     for b, i in np.argwhere(left).tolist():
         used = verdicts.used[b, i]
@@ -368,7 +368,7 @@ def affine_weights(table: Floats, counts: Floats) -> Floats:
 
 
 def _compile_kernels() -> None:
-    # The C library keeps freed memory up to twice the largest array that was ever freed, at most 64 MiB.
+    # The C library keeps twice as much freed memory as the largest array that was freed, at most 64 MiB.
     # To get the memory of every set anew took half of the time of verdicts.
     np.empty(31 * 2**17)
     keys = np.array([[[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0], [1.0, 1.0]]])

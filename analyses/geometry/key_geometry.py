@@ -41,7 +41,7 @@ from ln_probe.analyses.geometry.keys import Array, QuerySet, key_sets, query_set
 
 @dataclass(frozen=True)
 class SetGeometry:
-    """One set of keys as it was given, and what was proved of it; `KeyGeometry` is the public view of it."""
+    """One set of keys as it was given, and what was proved of it, behind `KeyGeometry`."""
 
     keys: Float64[np.ndarray, "key d"]
     bias: Float64[np.ndarray, " key"] | None
@@ -65,7 +65,7 @@ class SetGeometry:
         return plain if self._selects(i, plain) else None
 
     def weights(self, i: int) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
-        """Return convex weights of other keys that reproduce key i; of a duplicate: a copy with all weight."""
+        """Return convex weights of other keys that reproduce key i (all on a copy of a duplicate)."""
         verdicts = self.solved.answers.verdicts
         if verdicts.code[i] == DUPLICATE:
             rows = self.solved.judged.rows
@@ -77,7 +77,7 @@ class SetGeometry:
         return verdicts.member[i, :used], value / math.fsum(value)
 
     def _selects(self, i: int, query: Float64[np.ndarray, " d"]) -> bool:
-        """Whether float64 proves that a query, bias added, scores key i above all that are not its copies."""
+        """Whether float64 proves that a query scores key i above all that are not its copies."""
         rows = self.solved.judged.rows
         rivals = np.arange(len(self.keys)) != i
         if self.solved.answers.verdicts.code[i] == DUPLICATE:
@@ -140,7 +140,7 @@ class SetGeometry:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class KeyGeometry:
-    """Verdicts, margins and certificates of a set of keys, or of a batch of sets (arrays lead with "batch").
+    """Verdicts, margins and certificates of a set of keys, or of a batch (arrays lead with "batch").
 
     Attributes:
         verdict: "selectable", "unselectable", "duplicate" (selectable, but for keys that do not
@@ -230,7 +230,7 @@ class KeyGeometry:
         return weights
 
     def certify(self) -> None:
-        """Prove every verdict and bound again from its query or its weights, as they are given out.
+        """Prove every verdict and bound again from its query or its weights.
 
         Raises:
             CertificateError: a certificate does not prove its verdict or bound.
@@ -277,8 +277,8 @@ def key_geometry(
             `reachable` and `attainable` are computed. Verdicts still ask for a query of any length, without the
             directions that the axes do not span.
         margins: whether to bracket margins (to 1 %), or "exact" (to about six digits).
-        budget: seconds that a key may take before it stays undecided or its bracket wide, counted in multiplications
-            and additions of a nominal processor (1e9 a second), so no result depends on the clock.
+        budget: seconds that a key may take before it stays undecided or its bracket wide, counted
+            in multiply-adds of a nominal processor (1e9 a second), so no result depends on the clock.
         threads: how many to use, by default one for each processor; changes no result.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a user may give (keys, a bias, a set of queries), checked, and the coordinates in which it is measured.
+"""What a user may give (keys, a bias, a set of queries), and the coordinates in which it is measured.
 
 Verdicts are about the keys themselves (`Judged`): centred, over their RMS norm, a bias over its own RMS
 as one more coordinate. If the set of queries lacks directions, so do these points, and the center's part
@@ -23,7 +23,7 @@ from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part
 
 Array = np.ndarray | torch.Tensor
 
-# Squares of numbers between these, and products of several of them, stay far within float64's range.
+# Products of several squares of numbers between these stay within float64's range.
 SMALLEST, LARGEST = 1e-60, 1e60
 # A direction along which the axes are shorter than this share of the longest is not part of the
 # set's span: queries do not differ along it. In float64 the span is then known to about 1e-7, the
@@ -50,7 +50,7 @@ UNSEEN = 2.0
 def key_sets(
     keys: Any, bias: Any
 ) -> tuple[Float64[np.ndarray, "set key d"], Float64[np.ndarray, "set key"] | None, bool]:
-    """Return copies of keys and bias as a batch of sets in float64, and whether they were given as a batch.
+    """Return copies of keys and bias as a batch in float64, and whether they were given as one.
 
     Raises:
         TypeError: not of a floating-point type.
@@ -123,7 +123,7 @@ def check_finite(name: str, values: Float64[np.ndarray, "*batch key d"]) -> None
 
 
 def check_size(name: str, values: Float64[np.ndarray, "*shape"]) -> None:
-    """Check that the largest number of an array is 0 or of a size that float64's products can hold.
+    """Check that the largest number of an array is 0 or within SMALLEST and LARGEST.
 
     Raises:
         ValueError: it is not.
@@ -260,9 +260,9 @@ class Seen(NamedTuple):
 
 
 def centre(keys: Floats) -> tuple[Floats, Floats]:
-    """Return the centred keys of some sets, and how far each mean may be off because it was rounded."""
+    """Return the centred keys of some sets, and how far each mean may be off."""
     points = keys - keys.mean(axis=1, keepdims=True)
-    left = points.mean(axis=1, keepdims=True)  # far from zero the mean was off by its own rounding: once more
+    left = points.mean(axis=1, keepdims=True)  # the mean was off by its own rounding
     points -= left
     off, alike = np.sqrt(np.einsum("skd,skd->s", left, left)), (keys == keys[:, :1]).all(axis=(1, 2))
     points[alike], off[alike] = 0.0, 0.0
@@ -286,7 +286,7 @@ def over_rms(points: Floats, off: Floats, noise: Floats, width: int) -> tuple[Fl
 
 
 def alike(bias: Floats | None, query_sets: Sequence[QuerySet] | None) -> bool:
-    """Whether sets of keys can be solved together: without a bias, for queries that lack no direction."""
+    """Whether sets of keys can be solved together: no bias, queries that lack no direction."""
     return bias is None and all(queries.missing.shape[1] == 0 for queries in query_sets or ())
 
 
@@ -359,7 +359,7 @@ def level_queries(seen: Seen, query_sets: Sequence[QuerySet], bias: Floats | Non
 
 
 class White(NamedTuple):
-    """Coordinates in which the keys of each set have the same RMS along every direction of their span.
+    """Coordinates in which the keys of each set have the same RMS along every direction.
 
     `rows = judged @ to_query`, so `to_query @ query` is a query there, as one where verdicts are given.
     """
@@ -373,7 +373,7 @@ class White(NamedTuple):
 def whiten(rows: Floats, biased: bool) -> White | None:
     """Return white coordinates of the keys where verdicts are given.
 
-    None for several sets that do not all clearly span all directions: their ranks may differ.
+    None for several sets that do not all span all directions: their ranks may differ.
     """
     sets, count, dim = rows.shape
     if count > dim:

@@ -4,9 +4,8 @@ With scores `h_j + u·z_j`, |u| ≤ 1, the margin of key i is a concave maximum 
 
     max_u min_j [h_i - h_j + u·(z_i - z_j)]  =  min_w  |Σ w_j (z_j - z_i)| - Σ w_j (h_j - h_i),   w convex.
 
-Without offsets h it is the distance of z_i to the hull of the others, and whether it is 0 is the verdict.
-The search is Wolfe's ("Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149).
-It keeps an active set of affinely independent points `P_a = f_a (z_a - z_i)`:
+Without offsets h it is the distance of z_i to the hull of the others. The search keeps an active set of
+affinely independent points `P_a = f_a (z_a - z_i)` (P. Wolfe, Math. Programming 11 (1976) 128-149):
 
 1. x is their combination with the weights so far; it gives a query u = -x/|x| (a bound from below)
    and convex weights (a bound from above). Stop if they answer the question.

@@ -1,13 +1,13 @@
 """The probe `selectability`: which keys of a prompt a query can select, by what margin and with how much attention.
 
-Keys are those that attention sees, after gain, bias, W_K, b_K, any QK-norm and rotary positions. Verdicts are those of
-`key_geometry` on the same keys: some query of any length, in any direction that W_Q does not remove. Margins and
-attention are over the queries that the head can make: behind a norm that does not scale, or none, nothing bounds them,
-and there are none. The queries of all variants are the intact model's. Margins and attention are measured intact and
-with scaling frozen.
+Keys are those that attention sees, after gain, bias, W_K, b_K, any QK-norm and rotary positions.
+Verdicts are those of `key_geometry`: some query of any length, in any direction that W_Q does not remove.
+Margins and attention are over the queries that the head can make: behind a norm that does not scale,
+nothing bounds them, and there are none. The queries of all variants are the intact model's. Margins and
+attention are measured intact and with scaling frozen.
 
-Keys are judged among those that one query sees: all of them, or those of its window (`AttentionLayer.key_sets`).
-Attainable attention is the largest weight at the last position that sees them all, from queries as large as observed.
+Keys are judged among those that one query sees: all, or its window (`AttentionLayer.key_sets`).
+Attainable attention is the largest weight at the last position, from queries as large as observed.
 
 Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the convex hull of the others.
 """
@@ -59,7 +59,7 @@ class Selectability(Probe):
 
 
 class _KeyObserver(Observer):
-    """Measures the keys of every layer and prompt, some heads at a time, in threads beside the passes."""
+    """Measures the keys of every layer and prompt, some heads at a time, beside the passes."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -192,7 +192,7 @@ def _keys_of_heads(attended: AttentionLayer, variant: str) -> Iterator[Callable[
 
 
 def _query_sets(attended: AttentionLayer, position: int) -> tuple[list[QuerySet], bool]:
-    """Return the sets of queries of all chosen heads at a position, and whether they are bounded."""
+    """Return the sets of queries of the chosen heads at a position, and whether they are bounded."""
     reachable_queries = attended.reachable(position)
     ellipsoids = zip(*(reachable_queries or attended.directions(position)), strict=True)
     sets = [QuerySet(np.ascontiguousarray(center), np.ascontiguousarray(axes)) for center, axes in ellipsoids]
