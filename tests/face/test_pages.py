@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge
 from made_up import HOSTILE, UNSEEN, Page, lab_page
 
 import ln_probe
@@ -224,6 +225,9 @@ def test_attention_of_a_layer_intact_beside_an_edit() -> None:
     assert "⊘ by head: H3 " in document
     assert repr(picture) == "LayerAttention(layer 1, heads 3, 15, 200 tokens; intact, scaling frozen)"
     assert list(ln_probe.attention(model, tokens, 0, 2, edit=None).patterns) == ["intact"]
+    assert ln_probe.attention(make_bridge("gemma2"), [tokens[0][:9]], 0, 2, edit=None).verdicts.empty, (
+        "with a soft cap, unknown"
+    )
     for options, word in (({"layer": 9}, "layer 9"), ({"layer": 0, "heads": 99}, "head 99")):
         with pytest.raises(ValueError, match=word):
             ln_probe.attention(model, tokens, **options)
