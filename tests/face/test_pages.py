@@ -93,6 +93,7 @@ def test_every_form_of_a_report_has_a_page_and_a_cell(form: str, report: Report)
     assert not page.acts()
     assert "<script" not in cell
     assert " 0 books" not in page.text
+    assert all(300 <= int(width) <= 1400 for width in re.findall(r"--legible:(\d+)px", html)), "a phone to a screen"
     expected = {"512 tokens": "the first 128 of 512 tokens", "another loss": "points", "no loss": "not measured"}
     assert expected.get(form, "") in page.text
 
