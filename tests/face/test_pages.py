@@ -149,6 +149,8 @@ def test_changes_are_drawn_with_their_intervals(report: Report, causal: pd.DataF
     rows = causal[causal["family"] == "primary"].set_index(["sites", "variant"])
     ends = [rows.loc[place, ["delta_loss_low", "delta_loss_high"]].tolist() for place in PRIMARY]
     assert [segments[0][:, 0].tolist() for segments in intervals] == ends
+    bold = [text.get_weight() == "bold" for text in axes.texts if text.get_ha() == "right"]
+    assert bold == [True, True, False, False], "what is significant"
     heights = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "o"][: 2 * len(PRIMARY)]
     assert np.diff(heights)[::2] == pytest.approx([0.16] * len(PRIMARY)), "loss-optimal constants are below"
     faces = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() == "o"][: 2 * len(PRIMARY)]
