@@ -20,7 +20,6 @@ import ln_probe
 from ln_probe.analyses.text import sha256_of_file
 from ln_probe.hooks.constants import fit, mean_sigmas
 from ln_probe.hooks.edits import members
-from ln_probe.hooks.task import bundled_prompts
 from ln_probe.models import bundled_folder
 from ln_probe.prompts import summary
 
@@ -30,7 +29,7 @@ GROUPS = ("attention", "all")
 def fit_model(name: str, device: str) -> None:
     """Fit the constants of one model, and write them."""
     model: Any = ln_probe.load_model(name, device=device)
-    prompts, folder = bundled_prompts(model), bundled_folder(name)
+    prompts, folder = vars(model).get("bundled_prompts"), bundled_folder(name)
     assert prompts is not None
     rows = [row.to(device) for row in prompts.measured]
     every: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import ln_probe
+from ln_probe.hooks.model import facts_of
 from ln_probe.hooks.task import encode
 
 TOP = Path(__file__).parents[1]
@@ -42,7 +43,7 @@ def between(model: object, measured: list[list[int]]) -> list[list[int]]:
         wanted = CALIBRATION // len(measure.BOOKS) + (number < CALIBRATION % len(measure.BOOKS))
         for start in middles[np.linspace(0, len(middles) - 1, wanted).astype(int)]:
             window = re.sub(r"^\S*\s+", "", held[start : start + 8 * TOKENS])
-            found.append(encode(model, window)[:TOKENS].tolist())  # type: ignore[arg-type]
+            found.append(encode(facts_of(model), window)[:TOKENS].tolist())  # type: ignore[arg-type]
     assert not {tuple(row) for row in found} & {tuple(row) for row in measured}
     return found
 

@@ -25,19 +25,16 @@ from torch import Tensor, nn
 from ln_probe.hooks.model import (
     HookedModel,
     attentions,
-    blocks,
     child_of,
     dtype_of,
     evaluating,
+    facts_of,
     flat,
     hooks_on,
-    modules_of,
-    n_layers,
     probe_tokens,
     run,
     tensors_in,
     unedited,
-    unembedding,
     weight_of,
     with_float64,
 )
@@ -103,7 +100,7 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
         table = name == "pos_embed" and isinstance(getattr(model, "positions", None), Tensor)
         if module is not None and (name == "embed" or own is not None or table):
             yield Source(name), module
-    for layer, block in enumerate(blocks(model)):
+    for layer, block in enumerate(model.blocks):
         if (z := child_of(block, "attn", "hook_z")) is not None:
             yield Source("attn", layer), z
         mlp = child_of(block, "mlp")
@@ -114,14 +111,14 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
 
 def _output_maps(model: HookedModel, layer: int, z: Tensor) -> Float[Tensor, "head d_head d_model"] | None:
     """Return W_O of a layer in the format of its z; None where it shows none, so that heads cannot be separated."""
-    W_O = weight_of(child_of(blocks(model)[layer], "attn"), "W_O")
+    W_O = weight_of(child_of(model.blocks[layer], "attn"), "W_O")
     return None if W_O is None or W_O.ndim != 3 or z.shape[-1] != W_O[:, :, 0].numel() else with_float64(W_O).to(z)
 
 
 def _output_bias(model: HookedModel, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
     """Return b_O of an attention layer, b_out of an MLP; None where there is none (or zeros)."""
     name = _BIASES.get(source.kind)
-    bias = None if name is None else weight_of(child_of(blocks(model)[source.layer], source.kind), name)
+    bias = None if name is None else weight_of(child_of(model.blocks[source.layer], source.kind), name)
     if bias is None or bias.numel() != int(model.cfg.d_model) or not bool(bias.any()):
         return None
     return with_float64(bias).to(like).reshape(-1)
@@ -224,13 +221,15 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
         model: any hooked model.
         norms: its norms; identities among them do not count.
     """
-    structure, modules = structure_of(model), modules_of(model)
+    structure, modules = structure_of(model), list(model.modules())
     weights = [(p.data_ptr(), p._version) for m in modules for p in m._parameters.values() if p is not None]
     origin = weights, [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules]
     if structure.wiring is not None and structure.wiring[0] == origin:
         return Wiring(model, norms, *structure.wiring[1:])
-    width, tokens, dtype = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model)
-    with evaluating(model), unedited(model):
+    width, dtype = int(model.cfg.d_model), dtype_of(model.parameters())
+    facts = facts_of(model)
+    tokens = probe_tokens(facts.vocabulary, min(TOKENS, facts.context))
+    with evaluating(model), unedited(modules):
         shown = record(model, tokens, range(len(tokens)), norms)
     # Hugging Face's RMSNorms compute in float32 in a float64 model, too.
     single = dtype == torch.float64 and any(norm.kind == "rmsnorm" for norm in norms)
@@ -326,8 +325,8 @@ def record(
             shown[key] = flat(value, length, batch)[rows, :width].cpu()
 
     inputs = {norm.name: norm.module for norm in outside_attention(norms)}
-    inputs |= {f"blocks.{layer}": block for layer, block in enumerate(blocks(model))}
-    if (reader := unembedding(model)) is not None:
+    inputs |= {f"blocks.{layer}": block for layer, block in enumerate(model.blocks)}
+    if (reader := child_of(model, "project_out") or child_of(model, "unembed")) is not None:
         inputs[END] = reader
     outputs: list[tuple[Source | str, nn.Module]] = [*watched(model), *(points or {}).items()]
     after = [(module, partial(store, key)) for key, module in outputs]
@@ -369,7 +368,7 @@ class CachedPrompts:
             mlp = f"blocks.{source.layer}."
             names = [module.name] if hasattr(module, "fwd_hooks") else [f"{mlp}mlp.hook_out", f"{mlp}hook_mlp_out"]
             values[source] = self.rows(*map(str, names))
-        layers = range(n_layers(self.model))
+        layers = range(len(self.model.blocks))
         inputs = (*wiring.norms_within(place), place, *(f"blocks.{layer}" for layer in layers))
         values.update((name, self._input(name)) for name in inputs)
         values.update((name, self.rows(name)) for name in points)
@@ -384,11 +383,11 @@ class CachedPrompts:
         tables = {point: self._values[name] for point, name in names if name in self._values}
         cos_sin = [rotary_tables(tables, prompt, length) for prompt in range(batch)]
         each = zip(x.view(batch, length, -1), y.view(batch, length, -1), patterns, cos_sin, strict=True)
-        return [AttentionInput(layer, *of_prompt, attentions(self.model)[layer], norm) for of_prompt in each]
+        return [AttentionInput(layer, *of_prompt, attentions(self.model.blocks)[layer], norm) for of_prompt in each]
 
     def _input(self, place: str) -> Float[Tensor, "row wide"]:
         """Return what is read at a place."""
-        last, (block, _, leaf) = f"blocks.{n_layers(self.model) - 1}.hook_resid_post", place.rpartition(".")
+        last, (block, _, leaf) = f"blocks.{len(self.model.blocks) - 1}.hook_resid_post", place.rpartition(".")
         if place == END:
             reader = "unembed" if child_of(self.model, "project_out") is None else "project_out"
             return self.rows(f"{reader}.hook_in", last)

@@ -20,12 +20,12 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from ln_probe.hooks.model import HookedModel, device_of, evaluating, modules_of, vocabulary_size
+from ln_probe.hooks.model import Facts, HookedModel, device_of, evaluating, facts_of, run
 from ln_probe.hooks.norm import VARIANTS, Norm
 from ln_probe.hooks.norm_edits import NormEdit, installed
 from ln_probe.hooks.norms import Structure
 from ln_probe.hooks.stream import stream
-from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
+from ln_probe.hooks.task import Objective, default_tokens, twins
 
 _COMPARED = 2048  # entries of each parameter that show whether it was changed
 SCALES = FROZEN, UNIFORM, OPTIMAL = "frozen", "uniform", "optimal"
@@ -105,30 +105,29 @@ def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int
     return means
 
 
-def weights_sample(model: object) -> Float[Tensor, " entry"]:
+def weights_sample(parameters: Iterable[Tensor]) -> Float[Tensor, " entry"]:
     """Return some entries of every parameter, evenly spaced: edits through `.data` change no version count."""
-    parameters = (p for module in modules_of(model) for p in module._parameters.values() if p is not None)
     return torch.cat([p.detach().flatten()[:: 1 + p.numel() // _COMPARED] for p in parameters])
 
 
-def bundled_constants(model: HookedModel) -> Mapping[str, Any]:
+def bundled_constants(facts: Facts, parameters: Iterable[Tensor]) -> Mapping[str, Any]:
     """Return the loss-optimal constants that a bundled model brings; empty if its weights have changed."""
-    shipped: Mapping[str, Any] = vars(model).get("shipped_constants", {})
-    sample = weights_sample(model)
-    return shipped if torch.equal(shipped.get("sample", sample).to(sample), sample) else {}
+    sample = weights_sample(parameters)
+    is_same = torch.equal(facts.bundled_constants.get("sample", sample).to(sample), sample)
+    return facts.bundled_constants if is_same else {}
 
 
-def default_means(model: HookedModel, norms: Sequence[Norm], structure: Structure) -> Mapping[str, Constant]:
-    """Return the mean sigmas of norms over the model's default prompts.
+def default_means(model: HookedModel, structure: Structure) -> Mapping[str, Constant]:
+    """Return the mean sigmas of a model's norms over its default prompts.
 
     They are measured again where the modules, a parameter, the tokenizer or the model's prompts have changed. Of
     edits through `.data`, which PyTorch does not count, those are seen that change an entry of `weights_sample`.
     """
-    parameters = [p for module in structure.modules for p in module._parameters.values() if p is not None]
-    origin = tokenizer_of(model), bundled_prompts(model), [(p.data_ptr(), p._version) for p in parameters]
-    sample, known = weights_sample(model), structure.constants
+    facts, parameters = facts_of(model), list(model.parameters())
+    origin = facts.tokenizer, facts.bundled_prompts, [(p.data_ptr(), p._version) for p in parameters]
+    sample, known = weights_sample(parameters), structure.constants
     if known is None or known[0] != origin or not torch.equal(known[1], sample):
-        structure.constants = known = origin, sample, mean_sigmas(model, norms, default_tokens(model))
+        structure.constants = known = origin, sample, mean_sigmas(model, structure.norms, default_tokens(facts))
     means: Mapping[str, Constant] = known[2]
     return means
 
@@ -193,30 +192,43 @@ def fit(
     converge.
 
     Args:
-        model, norms, variant, objective: as for `loss_and_gradients`.
+        norms: that are edited together; those that do not scale have no constant.
         prompts: token ids of each.
         start: the mean sigmas of these norms, by name.
+        variant: "no_scaling" or "both_removed".
+        objective: the loss; a prompt's is multiplied by its weight (`Objective.weight`).
 
     Raises:
         ValueError: no norm that scales, no prompt with a loss, or a loss that is not finite.
     """
     from scipy.optimize import minimize  # type: ignore[import-untyped]  # a third of a second, needed here alone
 
-    if obstacle := objective.obstacle(model):
+    facts = facts_of(model)
+    with evaluating(model):
+        obstacle = objective.obstacle(facts, run(model, twins(facts), return_type="logits"))
+    if obstacle:
         raise ValueError(f"there is no loss to minimize: {obstacle}")
-    names = _frozen(norms, variant, start)
+    names = [norm.name for norm in norms if "scaling" in VARIANTS[variant].effect(norm)]
+    missing = [name for name in names if name not in start] if names else [norm.name for norm in norms]
+    if missing or not names:
+        raise ValueError(f"there is no constant for {some(missing)} ({variant})")
     counted = [row for row in prompts if objective.weight(row)]
     if not counted:
         raise ValueError("none of these prompts has a loss: give prompts of at least two tokens")
     weight = sum(objective.weight(row) for row in counted)
-    batches = list(_batches(counted, vocabulary_size(model)))
+    device = device_of(model.parameters())
+    batches = [rows.to(device) for rows in _batches(counted, facts.vocabulary)]
 
     def mean_loss(logs: _Vector) -> tuple[float, _Vector]:
-        constants = _constants(names, logs)
+        leaves = {name: constant.pair.requires_grad_() for name, constant in _constants(names, logs).items()}
         total, gradient = 0.0, np.zeros(len(logs))
         for rows in batches:
-            loss, slopes = loss_and_gradients(model, norms, rows, constants, variant=variant, objective=objective)
-            total += loss
+            with torch.enable_grad(), evaluating(model):
+                edits = [NormEdit.of(n, variant, leaves.get(n.name)) for n in norms if VARIANTS[variant].effect(n)]
+                with installed(model, edits):
+                    loss = objective.sums(model(rows, return_type="logits"), rows).sum()
+            slopes = slopes_of(loss, leaves)
+            total += float(loss.detach())
             gradient += np.array([slopes[n] for n in names]).ravel()
         if not math.isfinite(total):
             raise ValueError(f"the loss is {total} at some constants: load the model with dtype='float32'")
@@ -234,65 +246,17 @@ def fit(
     return _constants(names, result.x)
 
 
-def loss_and_gradients(
-    model: HookedModel,
-    norms: Sequence[Norm],
-    tokens: Int[Tensor, "*batch pos"],
-    constants: Mapping[str, Constant],
-    *,
-    variant: str = "no_scaling",
-    objective: Objective = NEXT_TOKEN,
-) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Return the summed loss of prompts with constants for the sigmas of some norms, and its derivatives by these.
-
-    One forward and one backward pass. The model's parameters get no gradients, and dropout is off.
-
-    Args:
-        norms: that are edited together; those that do not scale have no constant.
-        tokens: one prompt, or several of equal length.
-        constants: of each of these norms that scales, by name.
-        variant: "no_scaling" or "both_removed".
-        objective: the loss; a prompt's is multiplied by its weight (`Objective.weight`).
-
-    Returns:
-        The loss; and by norm its derivatives by the constant at position 0 and by the one elsewhere.
+def slopes_of(loss: Float64[Tensor, ""], leaves: Mapping[str, Float64[Tensor, " 2"]]) -> dict[str, tuple[float, float]]:
+    """Return the derivatives of a loss by each norm's constants, at position 0 and elsewhere.
 
     Raises:
         GradientError: the loss has no gradient at the constants, as in a model that rounds its activations.
     """
-    names = _frozen(norms, variant, constants)
-    rows = (tokens[None] if tokens.ndim == 1 else tokens).to(device_of(model))
-    leaves = {name: constants[name].pair.to(rows.device).requires_grad_() for name in names}
-    with torch.enable_grad():
-        loss = edited_loss(model, norms, rows, leaves, variant, objective)
-        if not loss.requires_grad:
-            raise GradientError(f"{objective.name} has no gradient, so no constants can be fitted")
-        slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    if not loss.requires_grad:
+        raise GradientError("the loss has no gradient, so no constants can be fitted")
+    slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     gradients = ((0.0, 0.0) if slope is None else (float(slope[0]), float(slope[1])) for slope in slopes)
-    return float(loss.detach()), dict(zip(names, gradients, strict=True))
-
-
-def edited_loss(
-    model: HookedModel,
-    norms: Sequence[Norm],
-    rows: Int[Tensor, "batch pos"],
-    pairs: Mapping[str, Float64[Tensor, " 2"]],
-    variant: str,
-    objective: Objective,
-) -> Float64[Tensor, ""]:
-    """Return the summed loss of some prompts with these constants at position 0 and elsewhere, by norm."""
-    edits = [NormEdit.of(n, variant, pairs.get(n.name)) for n in norms if VARIANTS[variant].effect(n)]
-    with evaluating(model), installed(model, edits):
-        return objective.sums(model(rows, return_type="logits"), rows).sum()
-
-
-def _frozen(norms: Sequence[Norm], variant: str, constants: Mapping[str, Constant]) -> list[str]:
-    """Return the names of those norms whose sigma a variant replaces by one of these constants."""
-    frozen = [n.name for n in norms if "scaling" in VARIANTS[variant].effect(n)]
-    missing = [name for name in frozen if name not in constants]
-    if missing or not frozen:
-        raise ValueError(f"there is no constant for {some(missing or [norm.name for norm in norms])} ({variant})")
-    return frozen
+    return dict(zip(leaves, gradients, strict=True))
 
 
 def _batches(prompts: Sequence[Int[Tensor, " _"]], vocabulary: int) -> Iterator[Int[Tensor, "batch pos"]]:

@@ -38,20 +38,21 @@ from ln_probe.hooks.model import (
     HookedModel,
     OneLine,
     at_least_float32,
+    attentions,
     check_model,
     edits_on,
     evaluating,
+    facts_of,
     head_count,
     hooks_on,
-    is_hugging_face,
-    n_layers,
+    hugging_face_classes,
     run,
     tensors_in,
     unedited,
 )
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm, is_heads_first
 from ln_probe.hooks.norm_edits import Edit, HeadEdit, InterventionError, LinearEdit, LostEditError, NormEdit, installed
-from ln_probe.hooks.norms import Structure, norms_of, structure_of
+from ln_probe.hooks.norms import Structure, structure_of
 from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded_rows
 
 GROUPS = ("attention", "mlp", "final", "all")
@@ -143,7 +144,7 @@ def without(
         raise InterventionError('scale="optimal" is fitted for all readers of a norm: leave out only and heads')
     choice = _choice(model, what, sites, only, heads)
     norms = _own_norms(model, choice)
-    if choice.heads is not None and is_hugging_face(model):
+    if choice.heads is not None and isinstance(model, hugging_face_classes()):
         raise InterventionError("only and heads are not for a Hugging Face model in memory: ln_probe.load_model it")
     _refuse_twice(norms, linear=False)
     constants = _constants(choice, scale, tokens)
@@ -159,7 +160,10 @@ def without(
     for norm in edited:
         pair = constants[norm.name].pair if norm.name in constants else None
         edit = NormEdit.of(norm, choice.variant, pair, f"without {what!r}")
-        edits.append(edit if choice.heads is None else HeadEdit(edit, choice.letters, choice.heads[norm.name]))
+        if choice.heads is not None:
+            layers, cfg = attentions(choice.model.blocks), choice.model.cfg
+            edit = HeadEdit(edit, choice.letters, choice.heads[norm.name], layers, cfg)
+        edits.append(edit)
     with installed(cast(nn.Module, model), edits):
         yield Intervention(choice.variant, tuple(norm.name for norm in norms), constants, no_ops)
 
@@ -171,7 +175,6 @@ class _Choice:
     model: HookedModel
     structure: Structure
     variant: str
-    every: list[Norm]  # of the model
     norms: list[Norm]  # that are edited
     letters: str = "qkv"  # of the hook points of the readers that alone see the edit
     heads: Heads | None = None  # that alone see the edit; None: everything that reads the norms
@@ -189,22 +192,21 @@ def _choice(
         raise InterventionError(f"unknown term {what!r}: give one of {', '.join(VARIANT_WITHOUT)}")
     hooked, variant = check_model(model), VARIANT_WITHOUT[what]
     structure = structure_of(hooked)
-    every = list(structure.norms)
-    readers = _readers(hooked, every, sites, only, heads)
-    norms = choose(every, sites if readers is None else list(readers))
+    readers = _readers(hooked, structure.norms, sites, only, heads)
+    norms = choose(structure.norms, sites if readers is None else list(readers))
     if sites == "all":
         _warn_of_unhooked(structure)
     if readers is None and (lost := structure.lost_at([n for n in norms if VARIANTS[variant].effect(n)])):
         raise LostEditError(next(iter(lost.values())))
-    return _Choice(hooked, structure, variant, every, norms, PARTS.get(only or "", "qkv"), readers)
+    return _Choice(hooked, structure, variant, norms, PARTS.get(only or "", "qkv"), readers)
 
 
 def _own_norms(given: Any, choice: _Choice) -> Sequence[Norm]:
     """Return the norms with the modules to edit: a Hugging Face model's own, not those of its bridge."""
-    if not is_hugging_face(given):
+    if not isinstance(given, hugging_face_classes()):
         return choice.norms
     paths = {module: path for path, module in cast(Any, choice.model).original_model.named_modules()}
-    own = {norm.name: paths[cast(Any, norm.module).original_component] for norm in choice.every}
+    own = {norm.name: paths[cast(Any, norm.module).original_component] for norm in choice.structure.norms}
     own = {name: given.get_submodule(path.replace("._original_component", "")) for name, path in own.items()}
     for norm in choice.norms:
         if len(names := [name for name, module in own.items() if module is own[norm.name]]) > 1:
@@ -253,25 +255,26 @@ def _constants(
     choice: _Choice, scale: str | float | Tensor | Mapping[str, object], tokens: Rows | None
 ) -> Mapping[str, Constant]:
     """Return what each of these norms that scales divides by instead of its sigma."""
-    model, names = choice.model, [norm.name for norm in choice.every]
+    model, names = choice.model, [norm.name for norm in choice.structure.norms]
     frozen = [norm for norm in choice.norms if "scaling" in VARIANTS[choice.variant].effect(norm)]
     if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is none of the norms {some(names)}")
-    rows = [] if tokens is None else unpadded_rows(model, tokens)
+    facts = facts_of(model)
+    rows = [] if tokens is None else unpadded_rows(facts, tokens)
     if rows and max(map(len, rows)) < 2:
         raise ValueError("tokens hold no position besides 0: give at least two positions")
     if not (isinstance(scale, str) and scale in SCALES):
         return given_constants(scale, [norm.name for norm in frozen])
     if scale == OPTIMAL and not rows and choice.variant == SCALING_FROZEN.name:
-        groups: Mapping[str, Mapping[str, Constant]] = bundled_constants(model).get("every", {})
+        groups: Mapping[str, Mapping[str, Constant]] = bundled_constants(facts, model.parameters()).get("every", {})
         if own := next((c for c in groups.values() if set(c) == {norm.name for norm in frozen}), None):
             return own
     if not frozen:
         return {}
-    with unedited(model):
-        means = mean_sigmas(model, frozen, rows) if rows else default_means(model, choice.every, choice.structure)
+    with unedited(choice.structure.modules):
+        means = mean_sigmas(model, frozen, rows) if rows else default_means(model, choice.structure)
         if scale == OPTIMAL:
-            return fit(model, choice.norms, rows or default_tokens(model), start=means, variant=choice.variant)
+            return fit(model, choice.norms, rows or default_tokens(facts), start=means, variant=choice.variant)
     return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
 
 
@@ -307,9 +310,10 @@ def _by_norm(
 ) -> dict[str, dict[int, list[int]]]:
     """Return those heads by the norm that their attention reads, and by block."""
     by_norm: dict[str, dict[int, list[int]]] = {}
+    layers = attentions(model.blocks)
     for layer in sorted({layer for layer, _ in heads}):
         chosen = sorted({head for each, head in heads if each == layer})
-        count = head_count(model, layer) if 0 <= layer < n_layers(model) else 0
+        count = head_count(layers[layer], model.cfg) if layer in layers else 0
         if wrong := [head for head in chosen if not 0 <= head < count]:
             raise InterventionError(f"heads: there is no head {wrong[0]} in a layer {layer} of this model")
         norm = next((n for n in norms if layer in n.attention_layers), None)
@@ -364,7 +368,7 @@ class _Linearized:
         norms = _own_norms(model, choice)
         _refuse_twice(norms, linear=True)
         with installed(cast(nn.Module, model), [LinearEdit(norm, given.get(norm.name)) for norm in norms]):
-            yield tuple(norm.name for norm in choice.every)
+            yield tuple(norm.name for norm in choice.structure.norms)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
         """Return the sigma of every norm at every token, by the norm's name, from a pass in evaluation mode.
@@ -374,7 +378,7 @@ class _Linearized:
             tokens: [pos] or [batch pos]; a ValueError says what is wrong with them.
         """
         hooked = check_model(model)
-        rows, norms = check_tokens(hooked, tokens), norms_of(hooked)
+        rows, norms = check_tokens(facts_of(hooked), tokens), structure_of(hooked).norms
         if len({len(row) for row in rows}) > 1:
             raise ValueError("tokens must be rows of one length")
         sigmas: dict[str, Tensor] = {}
@@ -397,8 +401,8 @@ def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, Mapping[str, Te
     """Return the norms whose sigma is held, and the sigmas of another run by name."""
     hooked = check_model(model)
     structure = structure_of(hooked)
-    every, names = list(structure.norms), [norm.name for norm in structure.norms]
-    if not every:
+    names = [norm.name for norm in structure.norms]
+    if not names:
         raise InterventionError("the model has no normalization: it is linear there already")
     given = {} if isinstance(sigma, str) and sigma == OWN else sigma
     if not isinstance(given, Mapping):
@@ -408,11 +412,11 @@ def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, Mapping[str, Te
             raise InterventionError(f"sigma is given for {name!r}, which is none of the norms {some(names)}")
         if not isinstance(value, Tensor) or not bool(((value > 0) & torch.isfinite(value)).all()):
             raise InterventionError(f"sigma of {name} must be a tensor of positive numbers, one per token")
-    linear = [norm for norm in every if norm.scales or norm.name in given]
+    linear = [norm for norm in structure.norms if norm.scales or norm.name in given]
     _warn_of_unhooked(structure)
     if lost := structure.lost_at(linear):
         raise LostEditError(next(iter(lost.values())))
-    return _Choice(hooked, structure, "", every, linear), given
+    return _Choice(hooked, structure, "", linear), given
 
 
 # ------------------------------------------------------------ the same as hooks

@@ -11,9 +11,9 @@ import math
 import operator
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol, cast, runtime_checkable
@@ -29,10 +29,13 @@ class HookedModel(Protocol):
     """A TransformerLens model: hook points by name, a config, blocks in a row."""
 
     cfg: Any
+    blocks: Any
 
     @property
     def hook_dict(self) -> dict[str, Any]: ...
+    def modules(self) -> Iterator[nn.Module]: ...
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -55,7 +58,7 @@ def check_model(model: object) -> HookedModel:
         if parameter.dtype not in _MEASURABLE or parameter.is_meta:
             where = "on the meta device" if parameter.is_meta else f"quantized ({parameter.dtype})"
             raise ValueError(f"{plain_path(name)} is {where}: load the weights in float32, bfloat16 or float16")
-    if is_hugging_face(model):
+    if isinstance(model, hugging_face_classes()):
         return cast(HookedModel, wrapped(model))
     # (A bridge gathers its `hook_dict` anew each time: it is asked for the attribute, not for its value.)
     hookable = hasattr(type(model), "hook_dict") or "hook_dict" in getattr(model, "__dict__", ())
@@ -67,41 +70,28 @@ def check_model(model: object) -> HookedModel:
     return cast(HookedModel, model)
 
 
-def modules_of(model: object) -> list[nn.Module]:
-    """Return the modules of a model, itself first, each once."""
-    return list(cast(nn.Module, model).modules())
-
-
 def plain_path(path: str) -> str:
     """Return the path of a module or parameter without the names that a bridge inserts for what it wraps."""
     return path.replace("_original_component.", "")
 
 
-def blocks(model: HookedModel | nn.Module) -> Sequence[nn.Module]:
-    return list(getattr(model, "blocks", ()))
-
-
-def n_layers(model: HookedModel) -> int:
-    return len(blocks(model))
-
-
-def attentions(model: HookedModel | nn.Module) -> dict[int, nn.Module]:
-    """Return the attention modules of a model, by layer; blocks without attention are left out."""
-    each = ((layer, getattr(block, "attn", None)) for layer, block in enumerate(blocks(model)))
+def attentions(blocks: Iterable[nn.Module]) -> dict[int, nn.Module]:
+    """Return the attention modules of a model's blocks, by layer; blocks without attention are left out."""
+    each = ((layer, getattr(block, "attn", None)) for layer, block in enumerate(blocks))
     return {layer: attn for layer, attn in each if isinstance(attn, nn.Module)}
 
 
-def z_point(model: HookedModel, layer: int) -> nn.Module:
-    """Return the hook point of the heads' outputs in a block; ValueError if it has none."""
-    if (point := child_of(attentions(model)[layer], "hook_z")) is None:
-        raise ValueError(f"block {layer} has no hook_z, so its heads cannot be edited one by one")
+def z_point(attn: nn.Module) -> nn.Module:
+    """Return the hook point of the heads' outputs in an attention layer; ValueError if it has none."""
+    if (point := child_of(attn, "hook_z")) is None:
+        raise ValueError("attention has no hook_z, so its heads cannot be edited one by one")
     return point
 
 
-def head_count(model: HookedModel, layer: int) -> int:
-    """Return the number of query heads of a block."""
-    weights = getattr(getattr(blocks(model)[layer], "attn", None), "W_Q", None)
-    return int(weights.shape[0]) if isinstance(weights, Tensor) else int(model.cfg.n_heads)
+def head_count(attn: nn.Module, cfg: Any) -> int:
+    """Return the number of query heads of an attention layer; `cfg`: of the model."""
+    weights = getattr(attn, "W_Q", None)
+    return int(weights.shape[0]) if isinstance(weights, Tensor) else int(cfg.n_heads)
 
 
 def by_head(z: Float[Tensor, "batch pos *heads"], heads: int) -> Float[Tensor, "batch pos head d_head"]:
@@ -109,13 +99,14 @@ def by_head(z: Float[Tensor, "batch pos *heads"], heads: int) -> Float[Tensor, "
     return z if z.ndim == 4 else z.unflatten(-1, (heads, -1))
 
 
-def device_of(model: HookedModel | nn.Module) -> torch.device:
-    return next((p.device for _, p in model.named_parameters()), torch.device("cpu"))
+def device_of(parameters: Iterable[Tensor]) -> torch.device:
+    """Return the device of a model's first parameter; the CPU where it has none."""
+    return next((p.device for p in parameters), torch.device("cpu"))
 
 
-def dtype_of(model: HookedModel | nn.Module) -> torch.dtype:
+def dtype_of(parameters: Iterable[Tensor]) -> torch.dtype:
     """Return the format of a model's floating-point parameters; float32 where it has none."""
-    return next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
+    return next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
 
 
 def at_least_float32(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -165,11 +156,6 @@ def before_projection(model: object, w: Float[Tensor, "row d_embed"]) -> Float[T
     return w if projection is None else w @ projection.to(w)
 
 
-def unembedding(model: HookedModel) -> nn.Module | None:
-    """Return the module that reads the end of the stream: the unembedding, or OPT-350m's `project_out`."""
-    return child_of(model, "project_out") or child_of(model, "unembed")
-
-
 def flat(output: Any, length: int, batch: int = 1) -> Float[Tensor, "row wide"]:
     """Return a module's output as rows: the positions of one prompt after the other."""
     value: Tensor = output[0] if isinstance(output, tuple) else output
@@ -193,12 +179,13 @@ def hooks_on(after: Iterable[Hook] = (), before: Iterable[Hook] = ()) -> Iterato
 
     Hooks get (module, args, kwargs, output), pre-hooks (module, args, kwargs).
     """
-    with ExitStack() as stack:
-        for module, hook in before:
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for module, hook in after:
-            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in before]
+    handles += [module.register_forward_hook(hook, with_kwargs=True) for module, hook in after]
+    try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 # The edits that modules are under (`hooks.edits`).
@@ -218,12 +205,12 @@ def register_edit(module: nn.Module, edit: Any, stack: ExitStack) -> None:
 
 
 @contextmanager
-def unedited(model: HookedModel | nn.Module) -> Iterator[None]:
-    """Run without edits and without the hooks of users at hook points: for passes over tokens of ours."""
-    modules = modules_of(model)
-    edits = [edit for module in modules for edit in _EDITS.get(module, ()) if not edit.suspended]
+def unedited(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run the modules of a model without edits and without hooks of users at hook points: for tokens of ours."""
+    below = set(modules)
+    edits = [edit for module, each in _EDITS.items() if module in below for edit in each if not edit.suspended]
     names = ("_forward_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks")
-    points = [vars(m) for m in modules if vars(m).get("fwd_hooks") or vars(m).get("bwd_hooks")]
+    points = [vars(m) for m in below if vars(m).get("fwd_hooks") or vars(m).get("bwd_hooks")]
     before = [(point, {name: point[name] for name in names}) for point in points]
     try:
         for edit in edits:
@@ -245,44 +232,72 @@ def context_of_config(config: object) -> int | None:
     return next((int(v) for v in values if isinstance(v, int) and v > 0), None)
 
 
-def context_length(model: HookedModel) -> int:
-    """Return the largest number of positions that a model takes (a bridge has that of its original's config)."""
-    own = context_of_config(getattr(getattr(model, "original_model", None), "config", None))
-    return int(model.cfg.n_ctx) if own is None else own
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What prompts and losses depend on in a model, as it is now; no reference to it.
+
+    Attributes:
+        tokenizer: None: the model has none.
+        vocabulary: how many tokens there are.
+        context: the largest number of positions.
+        prepend_bos: whether it was trained on texts that begin with the tokenizer's first token.
+        special: ids of its "eos", "bos" and "pad" tokens.
+        missing_head: why its logits mean nothing (its head was not in the checkpoint); empty: they do.
+        bundled_prompts, bundled_constants: what a bundled model brings; of others None, empty.
+    """
+
+    tokenizer: Any
+    vocabulary: int
+    context: int
+    prepend_bos: bool
+    special: Mapping[str, list[int]]
+    missing_head: str
+    bundled_prompts: Any
+    bundled_constants: Mapping[str, Any]
 
 
-def missing_head(model: object) -> str:
-    """Return why a model's logits mean nothing, as `load_model` notes it: its head was not in the checkpoint."""
-    return str(getattr(model, "__dict__", {}).get("missing_head", ""))
+def facts_of(model: HookedModel) -> Facts:
+    """Return the facts of a model, from its configurations, its tokenizer and its loader.
 
-
-def in_missing_head(model: HookedModel, module: nn.Module) -> bool:
-    """Return whether a module belongs to a head that was not in the checkpoint (BERT's has a norm)."""
-    body = getattr(getattr(model, "original_model", None), "base_model", None)
-    if not missing_head(model) or not isinstance(body, nn.Module):
-        return False
-    return all(m is not module for m in body.modules())
-
-
-def vocabulary_size(model: HookedModel) -> int:
-    return int(model.cfg.d_vocab)
+    Ids of special tokens that are outside the vocabulary do not count (GPT-2's default configuration names 50256 for
+    any vocabulary).
+    """
+    cfg, original, loader = model.cfg, getattr(model, "original_model", None), vars(model)
+    tokenizer, config = getattr(model, "tokenizer", None), getattr(original, "config", None)
+    vocabulary, special = int(cfg.d_vocab), dict[str, list[int]]()
+    for kind in ("eos", "bos", "pad"):
+        holders = (tokenizer, config, getattr(original, "generation_config", None))
+        values = [getattr(holder, f"{kind}_token_id", None) for holder in holders]
+        values.append(loader.get("special_token_ids", {}).get(kind))
+        ids = [i for value in values for i in (value if isinstance(value, list | tuple) else [value])]
+        special[kind] = list(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocabulary))
+    return Facts(
+        tokenizer,
+        vocabulary,
+        context_of_config(config) or int(cfg.n_ctx),
+        getattr(cfg, "default_prepend_bos", True),
+        special,
+        str(loader.get("missing_head", "")),
+        loader.get("bundled_prompts"),
+        loader.get("shipped_constants", {}),
+    )
 
 
 def outputs(model: HookedModel) -> int:
     """Return how many tokens have a logit."""
     W_U = weight_of(model, "W_U")
-    return vocabulary_size(model) if W_U is None else int(W_U.shape[1])
+    return int(model.cfg.d_vocab) if W_U is None else int(W_U.shape[1])
 
 
-def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, " pos"]:
-    """Return token ids spread evenly over the vocabulary, at most as many as the context."""
-    return torch.linspace(1, vocabulary_size(model) - 1, min(length, context_length(model))).long()
+def probe_tokens(vocabulary: int, length: int) -> Int[Tensor, " pos"]:
+    """Return token ids spread evenly over the vocabulary."""
+    return torch.linspace(1, vocabulary - 1, length).long()
 
 
 def run(model: HookedModel, tokens: Int[Tensor, "batch pos"], return_type: str | None = None) -> Any:
     """Run a forward pass without gradients."""
     with torch.no_grad():
-        return model(tokens.to(device_of(model)), return_type=return_type)
+        return model(tokens.to(device_of(model.parameters())), return_type=return_type)
 
 
 @contextmanager
@@ -322,10 +337,10 @@ _COMPARED = 48  # tokens: enough for a wrong rotary base, mask or position table
 _LONGEST_WINDOW = 304  # of local attention that is exercised beyond its window
 
 
-def is_hugging_face(model: object) -> bool:
-    """Return whether this is a plain Hugging Face model; imports nothing."""
+def hugging_face_classes() -> tuple[Any, ...]:
+    """Return the class of Hugging Face models, once transformers is imported."""
     transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    return () if transformers is None else (transformers.PreTrainedModel,)
 
 
 # The bridge around each Hugging Face model.
@@ -342,19 +357,20 @@ def wrapped(model: Any) -> nn.Module:
     """
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    if any(edits_on(module) for module in modules_of(model)):
+    if any(edits_on(module) for module in model.modules()):
         return _WRAPPED[model]
     copied = same_weights(model).eval()
     complete_token_ids(copied.config)
     copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
     name = type(model).__name__
-    options: dict[str, Any] = {"dtype": dtype_of(model), "device": device_of(model), "model_name": "local"}
+    dtype, device = dtype_of(model.parameters()), device_of(model.parameters())
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "model_name": "local"}
     try:
         bridge = build_bridge_from_module(copied, name, hf_config=copied.config, **options)
         own, others = _outputs(model, model), _outputs(bridge, copied)
     except Exception as error:
         raise ValueError(f"TransformerLens has no bridge for {name} that runs ({error})") from error
-    difference, bound = relative_difference(others[""], own[""]), SAME_LOGITS[dtype_of(model)]
+    difference, bound = relative_difference(others[""], own[""]), SAME_LOGITS[dtype]
     if not difference <= bound:
         common = [path for path in own if path in others]
         place = next(path for path in common if not relative_difference(others[path], own[path]) <= bound)
@@ -398,7 +414,7 @@ def _outputs(model: Any, inner: nn.Module) -> dict[str, Tensor]:
         if path and not path.endswith("_original_component"):
             after.append((module, partial(record, path)))
     with torch.no_grad(), evaluating(model), hooks_on(after):
-        record("", model(ordinary_tokens(inner.config, device_of(inner))))
+        record("", model(ordinary_tokens(inner.config, device_of(inner.parameters()))))
     return outputs
 
 

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from ln_probe.hooks.model import HookedModel, OneLine, at_least_float32, device_of, dtype_of, hooks_on, with_float64
+from ln_probe.hooks.model import OneLine, at_least_float32, hooks_on, with_float64
 
 READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
 
@@ -127,7 +127,7 @@ class Norm(OneLine):
         module: the module to put torch hooks on.
         d: length of its vectors.
         attention_layers: blocks whose attention reads its output; after a post-norm block, the next one.
-        is_identity: whether it stands for the lack of a norm: attention reads the stream itself (`attention_inputs`).
+        is_identity: whether it stands for the lack of a norm: attention reads the stream itself.
         has_gain, has_bias: whether its output is multiplied by its weight, and its bias added.
         gain_offset: what the module adds to its weight to make its gain (Gemma's norms: 1).
         eps_name: the module's attribute that holds eps; empty: `eps_value` is used.
@@ -346,10 +346,11 @@ def _plus(weight: Tensor, offset: float) -> Tensor:
 
 
 @torch.no_grad()
-def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict[str, Any]:
+def formula_of(name: str, module: nn.Module, d: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields of `Norm` that say what a module computes, from its answers to a few vectors of length d.
 
     It is the first kind that gives the same answers, or what a norm of the laboratory declares. Raises NormError.
+    The vectors are on `device`, in the format of the gain, or in `dtype` where there is none.
     """
     gain, bias = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
     fields: dict[str, Any] = {"d": d, "has_gain": gain is not None, "has_bias": bias is not None}
@@ -358,8 +359,12 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     unknown = f"{name} ({type(module).__name__}) is no norm that ln_probe knows"
     noise = torch.randn(len(_SIZES), d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows = torch.cat([torch.tensor(_SIZES)[:, None] * (noise + 1.0), torch.zeros(1, d)])
-    rows = rows.to(device_of(model), dtype_of(model) if gain is None else gain.dtype)
-    version, answers = rows._version, _answers(module, rows)
+    rows = rows.to(device, dtype if gain is None else gain.dtype)
+    version = rows._version
+    try:
+        answers = _answers(module, rows)
+    except (AttributeError, TypeError) as error:  # (of a bridge's norm without weights)
+        raise UnknownNormError(f"{unknown}: it does not run where hooks edit it ({error})") from error
     if rows._version != version or len(answers) < 4:
         raise NormError(f"{name} changes its input in place before hooks read it, or does not call its hook points")
     scale, normalized, out, edited = answers
@@ -380,18 +385,20 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
         fields["gain_offset"] = min(outputs, key=lambda more: float((outputs[more] - out).abs().mean()))
         if not is_same(outputs[fields["gain_offset"]], out):
             raise UnknownNormError(f"{unknown}: its output is not gain·normalized + bias")
-    if not is_same(edited, out):
-        raise UnknownNormError(f"{unknown}: it computes something else where a hook edits it")
+        gain = _plus(gain, fields["gain_offset"])
+    if kind != "none" and not is_same(edited, affine(1.5 * normalized, gain, bias)):
+        raise UnknownNormError(f"{unknown}: its output is not what hooks at its hook points make of it")
     return fields
 
 
 def _answers(module: nn.Module, rows: Float[Tensor, "row d"]) -> list[Float64[Tensor, "row _"]]:
-    """Return what a norm shows at `hook_scale` and `hook_normalized`, its output, and that where a hook edits it."""
+    """Return what a norm shows at `hook_scale` and `hook_normalized`, its output, and that of 1.5 × the normalized
+    vectors, which hooks make of them."""
     answers: list[Tensor] = []
-    points = [module.get_submodule(name) for name in ("hook_scale", "hook_normalized")]
-    with hooks_on([(point, lambda *seen: answers.append(seen[-1])) for point in points]):
+    scale, normalized = (module.get_submodule(name) for name in ("hook_scale", "hook_normalized"))
+    with hooks_on([(point, lambda *seen: answers.append(seen[-1])) for point in (scale, normalized)]):
         answers.append(module(rows[None]))
-    with hooks_on([(points[0], lambda *seen: seen[-1].clone())]):
+    with hooks_on([(scale, lambda *seen: 2 * seen[-1]), (normalized, lambda *seen: 3 * seen[-1])]):
         answers.append(module(rows[None]))
     return [with_float64(answer).reshape(len(rows), -1).double() for answer in answers]
 

@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,20 +24,18 @@ from ln_probe.hooks.model import (
     SAME_LOGITS,
     HookedModel,
     at_least_float32,
-    attentions,
-    blocks,
     child_of,
     edits_on,
     head_count,
     hooks_on,
-    is_hugging_face,
+    hugging_face_classes,
     live_weight,
     register_edit,
     relative_difference,
     tensors_in,
     z_point,
 )
-from ln_probe.hooks.norm import VARIANTS, Norm, affine, is_heads_first
+from ln_probe.hooks.norm import VARIANTS, Norm, affine, bias_of, gain_of, is_heads_first
 
 # Settings of a model that change how attention reads its norm.
 _FLAGS = ("use_split_qkv_input", "use_attn_in")
@@ -62,9 +60,9 @@ class LostEditError(InterventionError):
 class Positions:
     """Which vectors of a norm belong to position 0, which has a constant of its own.
 
-    A norm is given tensors, not positions. While `watch` lasts, hooks on the model and its first block note where each
-    forward pass begins: at position 0, behind a cache of earlier tokens (`generate`), or behind padding on the left. A
-    norm that is called outside a pass, or in a pass that starts at a later layer, has no vector of position 0.
+    A norm is given tensors, not positions. `installed` has the model and its first block tell where each forward pass
+    begins: at position 0, behind a cache of earlier tokens (`generate`), or behind padding on the left. A norm that is
+    called outside a pass, or in a pass that starts at a later layer, has no vector of position 0.
     """
 
     def __init__(self) -> None:
@@ -104,39 +102,17 @@ class Positions:
             first = first.flatten().repeat_interleave(heads)[:, None]
         return first.expand(*x.shape[:-1], 1)
 
-    @contextmanager
-    def watch(
-        self, model: HookedModel | nn.Module, begin: Callable[[], None], end: Callable[[], None]
-    ) -> Iterator[None]:
-        """Note where every forward pass begins; call `begin` then, and `end` after each call of the model."""
-        inner = getattr(model, "base_model" if is_hugging_face(model) else "original_model", None)
-        calls = [m for m in dict.fromkeys((model, inner)) if isinstance(m, nn.Module)]
-        before = [(module, partial(self._enter, begin, False)) for module in calls]
-        before += [(block, partial(self._enter, begin, True)) for block in blocks(model)[:1]]
-        with hooks_on([(cast(nn.Module, model), lambda *_: end())], before), ExitStack() as stack:
-            for module in calls:
-                stack.callback(module.register_forward_hook(partial(self._leave, 1), always_call=True).remove)
-            if (reader := child_of(model, "unembed")) is not None:
-                stack.callback(reader.register_forward_hook(partial(self._leave, 0)).remove)
-            yield
-
-    def _enter(self, begin: Callable[[], None], is_block: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what a call of the model, or of its first block, says of the pass."""
+    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_block: bool) -> bool:
+        """Note what a call of the model, or of its first block, says of the pass; return whether a pass begins."""
         if is_block and not self.depth and _is_checkpointed():
-            return  # (the positions are those of the pass that runs again)
-        if not is_block:
-            names = inspect.signature(module.forward).parameters
-            kwargs = dict(zip(names, args, strict=False)) | kwargs
-            self.depth += 1
+            return False  # (the positions are those of the pass that runs again)
+        self.depth += not is_block
         # The outermost call of the model; or block 0, where HookedTransformer.generate has called `forward` alone.
         begins = self.depth == 0 if is_block else self.depth == 1
         if begins:
             self.begin()
             self.is_running = kwargs.get("start_at_layer") is None
             self.is_whole = not is_block and self.is_running and kwargs.get("stop_at_layer") is None
-            begin()
-        if module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
-            warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=2)
         inputs = (*args[:1], *(kwargs.get(name) for name in _INPUTS))
         if (x := next((v for v in inputs if isinstance(v, Tensor) and v.ndim >= 2), None)) is not None:
             self.shape = tuple(x.shape[:2])
@@ -151,8 +127,9 @@ class Positions:
             self.offset = int(cache.get_seq_length())
         elif entry is not None:
             self.offset = int(entry.past_keys.shape[1])
+        return begins
 
-    def _leave(self, calls: int, *_: object) -> None:
+    def leave(self, calls: int) -> None:
         """Note the end of one call of the model, or of none: of `forward` alone the unembedding is the end."""
         self.depth -= calls
         self.is_running = self.depth > 0
@@ -194,7 +171,7 @@ class Edit:
         yield record_at, record
         yield from self.hooks()
 
-    def install(self, model: HookedModel, stack: ExitStack) -> None:
+    def install(self, stack: ExitStack) -> None:
         """Put the hooks on; `stack` takes them off, whatever else has happened to the hook points."""
         module, points = self.norm.module, self.norm.module._modules
         if "hook_scale" in points:
@@ -383,37 +360,42 @@ class HeadEdit(NormEdit):
         edit: what the readers see of the norm.
         letters: of their hook points, "qkv", or one of them.
         heads: of each block; None: all.
+        attentions: the model's attention layers.
+        cfg: the model's configuration.
     """
 
-    def __init__(self, edit: NormEdit, letters: str, heads: Mapping[int, Sequence[int] | None]) -> None:
+    def __init__(
+        self,
+        edit: NormEdit,
+        letters: str,
+        heads: Mapping[int, Sequence[int] | None],
+        attentions: Mapping[int, nn.Module],
+        cfg: Any,
+    ) -> None:
         super().__init__(edit.norm, edit.variants, edit.constants, edit.label)
-        self.letters, self.heads = letters, heads
+        self.letters, self.heads, self.attentions, self.cfg = letters, heads, attentions, cfg
         self.least_calls = len(self.letters) * len(self.heads)
-        self.intact = self.edited = torch.zeros(0)  # the norm's output, and that of the edited norm
+        self.y = torch.zeros(0)  # what the norm's running call puts out for its other readers
 
     def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         return iter(())
 
-    def install(self, model: HookedModel, stack: ExitStack) -> None:
-        super().install(model, stack)
-        stack.callback(self.norm.module.register_forward_hook(self._compute).remove)
-        shortformer = getattr(model.cfg, "positional_embedding_type", "") == "shortformer"
+    def install(self, stack: ExitStack) -> None:
+        super().install(stack)
+        stack.callback(self.norm.module.register_forward_hook(self._record_output).remove)
+        shortformer = getattr(self.cfg, "positional_embedding_type", "") == "shortformer"
         for layer, heads in self.heads.items():
+            attn = self.attentions[layer]
             for letter in self.letters:
-                attn = attentions(model)[layer]
                 point, weights = child_of(attn, f"hook_{letter}"), live_weight(attn, f"W_{letter.upper()}")
                 is_mixed = shortformer and letter != "v"  # (it adds positions to what queries and keys read)
                 if point is None or weights is None or weights.ndim < 3 or is_mixed:
                     raise InterventionError(f"block {layer} makes its {letter} of more than one norm's output")
-                hook = partial(self._replace, attn, letter, heads, head_count(model, layer))
+                hook = partial(self._replace, attn, letter, heads, head_count(attn, self.cfg))
                 self._add(point, hook, stack)
 
-    def _compute(self, *hook: Any) -> None:
-        if not self.suspended:
-            linear = edit_on(self.norm.module, LinearEdit)
-            sigma = None if linear is None else linear.sigma(self.x)
-            self.intact = hook[-1].detach()
-            self.edited = self.output(self.x, sigma).to(self.intact.dtype)
+    def _record_output(self, *hook: Any) -> None:
+        self.y = hook[-1]
 
     def _replace(
         self, attn: nn.Module, letter: str, heads: Sequence[int] | None, queries: int, value: Tensor, hook: Any
@@ -425,33 +407,67 @@ class HeadEdit(NormEdit):
         assert W is not None
         out = value if value.ndim == 4 else value.unflatten(-1, (-1, W.shape[-1]))
         own = out.shape[2]  # fewer heads of keys and values than of queries, where these share them
-        if self.edited.ndim != 3 or self.edited.shape[:2] != out.shape[:2]:
+        if self.y.ndim != 3 or self.y.shape[:2] != out.shape[:2]:
             raise self.lost("attention reads it split by head")
         # A bridge shows the weights of a shared key once for each of its queries.
-        weight, bias = W[:: len(W) // own].transpose(1, 2).flatten(0, 1), None
-        if b is not None:
-            biases = b.view(-1, W.shape[-1])
-            bias = biases[:: max(1, len(biases) // own)].flatten()
-        intact, columns = (F.linear(y.to(W.dtype), weight, bias).view_as(out) for y in (self.intact, self.edited))
-        if not relative_difference(intact.detach(), out.detach()) <= SAME_LOGITS[out.dtype]:
+        weight = W[:: len(W) // own].transpose(1, 2).flatten(0, 1)
+        biases = weight.new_zeros(1, W.shape[-1]) if b is None else b.view(-1, W.shape[-1])
+        bias = biases[:: max(1, len(biases) // own)].expand(own, -1).flatten()
+        if (columns := self._columns(out.flatten(2), weight, bias)) is None:
             raise self.lost(f"{hook.name} shows more than W_{letter.upper()} of its output: edit the whole norm")
-        columns = columns.to(out.dtype)
+        columns = columns.view_as(out).to(out.dtype)
         if heads is not None:
             is_chosen = torch.zeros(own, dtype=torch.bool, device=out.device)
             is_chosen[[head * own // queries for head in heads]] = True
             columns = torch.where(is_chosen[:, None], columns, out)
         return columns.reshape(value.shape)
 
+    def _columns(
+        self, out: Float[Tensor, "batch pos wide"], weight: Float[Tensor, "wide d"], bias: Float[Tensor, " wide"]
+    ) -> Float[Tensor, "batch pos wide"] | None:
+        """Return what a linear map reads of the edited norm; None where `out` is not what it reads of the intact one.
+
+        With gain g, bias b and intact output y, the edited norm puts out r (y - b) + m g + b, where r and m are
+        numbers of each vector. So the map W gives a + r (out - a) + m W g, with a = W b: no product of matrices.
+        In 16 bits, for gradients (not through y), and where a user's hook has changed y, W is applied anew.
+
+        That `out` is a product is checked on one random vector (Freivalds 1977).
+        """
+        norm, x, linear = self.norm, self.x, edit_on(self.norm.module, LinearEdit)
+        random = _random_vector(len(weight), weight.dtype, weight.device)
+        with torch.no_grad():
+            read, shown = random @ weight, out.to(weight.dtype) @ random - bias @ random
+        tolerance = SAME_LOGITS[out.dtype]
+        is_wide = x.dtype == out.dtype == weight.dtype == at_least_float32(x).dtype
+        if is_wide and linear is None and not out.requires_grad:
+            gain, shift = gain_of(norm).to(x), bias_of(norm).to(x)
+            sigma = norm.sigma(x)
+            own = x @ norm.project(gain * read) / sigma[..., 0] + shift @ read
+            if relative_difference(own, shown) <= tolerance:
+                divisor = sigma if self.constants is None else self._divisor(x)
+                columns = torch.lerp(weight @ shift + bias, out, sigma / divisor)
+                if self.adds_mean is not None:
+                    columns = columns + x.mean(-1, keepdim=True) / divisor * (weight @ gain)
+                return columns
+        if not relative_difference(self.y.detach().to(weight.dtype) @ read, shown) <= tolerance:
+            return None
+        edited = self.output(x, None if linear is None else linear.sigma(x)).to(self.y.dtype)
+        return F.linear(edited.to(weight.dtype), weight, bias)
+
+
+@lru_cache(maxsize=16)
+def _random_vector(length: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, " length"]:
+    return torch.randn(length, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
 
 def z_of(
-    model: HookedModel,
-    layer: int,
+    attn: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     read: Float[Tensor, "batch pos d"],
     instead: Float[Tensor, "batch pos d"],
 ) -> Float[Tensor, "batch pos *heads"]:
-    """Return the heads' outputs z of a block if its attention, called with these arguments, read another tensor.
+    """Return the outputs z of an attention layer's heads if it, called with these arguments, read another tensor.
 
     Raises:
         ValueError: it does not read the tensor that is to be replaced, or shows no z.
@@ -464,10 +480,10 @@ def z_of(
     args = [replaced(value) for value in args]
     kwargs = {name: None if name in _CACHES else replaced(value) for name, value in kwargs.items()}
     if not any(value is instead for value in (*args, *kwargs.values())):
-        raise ValueError(f"the attention of block {layer} does not read the output of its norm")
+        raise ValueError("attention does not read the output of its norm")
     outputs: list[Tensor] = []
-    with hooks_on([(z_point(model, layer), lambda *seen: outputs.append(seen[-1]))]):
-        attentions(model)[layer].forward(*args, **kwargs)
+    with hooks_on([(z_point(attn), lambda *seen: outputs.append(seen[-1]))]):
+        attn.forward(*args, **kwargs)
     return outputs[0]
 
 
@@ -480,31 +496,52 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
 
     A pass in which a hook of an edit was not called raises LostEditError.
     """
-    positions, flags = Positions(), _flags(model)
+    positions, cfg = Positions(), getattr(model, "cfg", None)
+    flags = _flags(cfg)
 
     def begin() -> None:
         active = [edit for edit in edits if not edit.suspended]
-        if active and (changed := flags ^ _flags(model)):
+        if active and (changed := flags ^ _flags(cfg)):
             raise active[0].lost(f"cfg.{min(changed)} was changed inside the block")
         for edit in active:
             edit.calls = 0
 
-    def end() -> None:
+    def before_model(module: nn.Module, args: Any, kwargs: Any) -> None:
+        names = inspect.signature(module.forward).parameters
+        if positions.enter(args, dict(zip(names, args, strict=False)) | kwargs, is_block=False):
+            begin()
+        if module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
+            warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=2)
+
+    def before_block(_block: nn.Module, args: Any, kwargs: Any) -> None:
+        if positions.enter(args, kwargs, is_block=True):
+            begin()
+
+    def after_model(*_: object) -> None:
         is_outermost = positions.depth == 1  # (this runs before the depth falls)
-        if not is_outermost or not positions.is_whole:
-            return
-        for edit in edits:
+        for edit in edits if is_outermost and positions.is_whole else ():
             if edit.calls < edit.least_calls and not edit.suspended:
                 raise edit.lost("a pass does not run this norm, or not through its hook points")
 
-    with warnings.catch_warnings(), positions.watch(model, begin, end), ExitStack() as stack:
+    inner = getattr(model, "base_model" if isinstance(model, hugging_face_classes()) else "original_model", None)
+    first_block, reader = getattr(model, "blocks", ())[:1], child_of(model, "unembed")
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", _BRIDGE_RECOMPUTES)
+        stack.callback(cast(nn.Module, model).register_forward_hook(after_model).remove)
+        for module in dict.fromkeys((model, inner)):
+            if isinstance(module, nn.Module):
+                stack.callback(module.register_forward_pre_hook(before_model, with_kwargs=True).remove)
+                handle = module.register_forward_hook(lambda *_: positions.leave(1), always_call=True)
+                stack.callback(handle.remove)
+        for block in first_block:
+            stack.callback(block.register_forward_pre_hook(before_block, with_kwargs=True).remove)
+        if reader is not None:
+            stack.callback(reader.register_forward_hook(lambda *_: positions.leave(0)).remove)
         for edit in edits:
             edit.positions = positions
-            edit.install(cast(HookedModel, model), stack)
+            edit.install(stack)
         yield
 
 
-def _flags(model: object) -> set[str]:
-    cfg = getattr(model, "cfg", None)
+def _flags(cfg: object) -> set[str]:
     return {name for name in _FLAGS if getattr(cfg, name, False)}

@@ -10,10 +10,11 @@ weights. It is cached beside the model, as long as these are the same; nothing i
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -25,13 +26,11 @@ from torch import Tensor, nn
 from ln_probe.hooks.model import (
     HookedModel,
     attentions,
-    blocks,
     check_model,
     device_of,
+    dtype_of,
     evaluating,
     hooks_on,
-    modules_of,
-    n_layers,
     plain_path,
     probe_tokens,
     tensors_in,
@@ -62,28 +61,17 @@ def find_norms(model: object) -> list[Norm]:
         >>> [norm.name for norm in ln_probe.hooks.find_norms(model)][:2]
         ['blocks.0.ln1', 'blocks.0.ln2']
     """
-    return norms_of(check_model(model))
+    return list(structure_of(check_model(model)).norms)
 
 
-def norms_of(model: HookedModel) -> list[Norm]:
-    """Return `find_norms` of a model that `check_model` has returned."""
-    return list(structure_of(model).norms)
-
-
-def attention_inputs(model: HookedModel) -> list[Norm]:
-    """Return the norms, and an identity for every block whose attention reads the stream itself."""
-    structure = structure_of(model)
-    return [*structure.norms, *structure.identities]
-
-
-def unhooked_norms(model: HookedModel, norms: Sequence[Norm]) -> list[str]:
+def unhooked_norms(modules: Mapping[str, nn.Module], norms: Sequence[Norm]) -> list[str]:
     """Return the paths of norms, by the names of their classes, that have no hook points."""
-    known = {module for norm in norms for module in modules_of(norm.module)}
+    known = {module for norm in norms for module in norm.module.modules()}
     paths = []
-    for path, module in cast(nn.Module, model).named_modules():
+    for path, module in modules.items():
         name = type(module).__name__
-        if "Norm" in name and "Bridge" not in name and known.isdisjoint(modules_of(module)):
-            known.update(modules_of(module))
+        if "Norm" in name and "Bridge" not in name and known.isdisjoint(module.modules()):
+            known.update(module.modules())
             paths.append(plain_path(path).removesuffix("._original_component"))
     return paths
 
@@ -111,6 +99,11 @@ class Structure:
     constants: Any = None  # mean sigmas of the default prompts, with what they depend on
     wiring: Any = None  # which components each norm's input is the sum of (`components`), likewise
 
+    @property
+    def attention_inputs(self) -> list[Norm]:
+        """The norms, and an identity for every block whose attention reads the stream itself."""
+        return [*self.norms, *self.identities]
+
     def lost_at(self, norms: Sequence[Norm]) -> dict[str, str]:
         """Return the reason for each of these norms at which an edit does not reach the output."""
         return {norm.name: self.lost[norm.name] for norm in norms if norm.name in self.lost}
@@ -124,16 +117,16 @@ def structure_of(model: HookedModel) -> Structure:
 
     Edits that were lost are tried again: weights that were zero may have been trained.
     """
-    module, modules = cast(nn.Module, model), modules_of(model)[1:]
+    module, modules = cast(nn.Module, model), list(model.modules())[1:]
     known = _STRUCTURES.get(module)
-    if known is None or known.lost or (known.modules, known.settings) != (modules, _settings(model, modules)):
-        known = _STRUCTURES[module] = _survey(model)
+    if known is None or known.lost or (known.modules, known.settings) != (modules, _settings(model.cfg, modules)):
+        known = _STRUCTURES[module] = _survey(model, modules)
     return known
 
 
-def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object, ...]:
+def _settings(cfg: Any, modules: Iterable[nn.Module]) -> tuple[object, ...]:
     plain = bool | int | float | str
-    values: list[object] = [(k, v) for k, v in vars(model.cfg).items() if isinstance(v, plain)]
+    values: list[object] = [(k, v) for k, v in vars(cfg).items() if isinstance(v, plain)]
     for module in modules:
         own = module.__dict__
         values += [own[name] if isinstance(own[name], plain) else id(own[name]) for name in _SETTINGS & own.keys()]
@@ -143,52 +136,61 @@ def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object,
 # --------------------------------------------------------------- the short pass
 
 
-def _survey(model: HookedModel) -> Structure:
-    """Run the short pass and return the structure that it shows."""
-    modules: dict[str, nn.Module] = {}
-    for module in modules_of(model):
+def _survey(model: HookedModel, modules: Sequence[nn.Module]) -> Structure:
+    """Run the short pass and return the structure that it shows; `modules`: those below the model."""
+    device, dtype = device_of(model.parameters()), dtype_of(model.parameters())
+    by_name: dict[str, nn.Module] = {}
+    for module in modules:
         name = getattr(module._modules.get("hook_scale"), "name", None)
         if name and "hook_normalized" in module._modules:
-            modules.setdefault(str(name).rsplit(".", 1)[0], module)
+            by_name.setdefault(str(name).rsplit(".", 1)[0], module)
+    layers, width = attentions(model.blocks), int(model.cfg.d_model)
+    short, tokens = _ShortPass(by_name), probe_tokens(int(model.cfg.d_vocab), TOKENS)[None].to(device)
+    readers = list(_reading(model.blocks, layers, getattr(model, "unembed", None), by_name.values()))
     norms: list[Norm] = []
     formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike
     # The pass needs gradients, which inference mode would not have. A bridge warns of hooks at its norms.
-    with torch.inference_mode(False), evaluating(model), unedited(model), warnings.catch_warnings(action="ignore"):
-        short = _ShortPass(model, modules)
-        for name in dict.fromkeys([*short.outputs, *modules]):
-            module = modules[name]
-            if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
+    with torch.inference_mode(False), evaluating(model), unedited(modules), warnings.catch_warnings(action="ignore"):
+        with short.recording(readers):
+            logits = model(tokens, return_type="logits")
+        lost, read_by = short.lost(logits), short.readers()
+        for name in dict.fromkeys([*short.outputs, *by_name]):
+            module = by_name[name]
+            if not all(math.isfinite(parameter.abs().max()) for parameter in module.parameters()):
                 raise NormError(f"{name}: its weights hold NaN or infinite values")
-            d = int(short.inputs[name].shape[-1]) if name in short.inputs else int(model.cfg.d_model)
+            d = int(short.inputs[name].shape[-1]) if name in short.inputs else width
             alike = d, _likeness(module)
             if alike not in formulas:
-                formulas[alike] = formula_of(name, module, model, d)
-            layer, readers = _layer_of(name, norms, model), short.readers[name]
-            layers = tuple(block for reader, block in readers if reader == "attention")
-            about: dict[str, Any] = {"reads": _reads(name, readers), "module": module, "attention_layers": layers}
-            norms.append(Norm(name, layer, **about, **formulas[alike]))
-    for attn in attentions(model).values():
+                formulas[alike] = formula_of(name, module, d, device, dtype)
+            about: dict[str, Any] = {"layer": _layer_of(name, norms, len(model.blocks)), "module": module}
+            about["reads"] = _reads(name, read_by[name])
+            about["attention_layers"] = tuple(layer for reader, layer in read_by[name] if reader == "attention")
+            norms.append(Norm(name, **about, **formulas[alike]))
+    for attn in layers.values():
         # A bridge keeps tensors of a pass; with their graph they could not be copied with the model.
         tensors = {name: value for name, value in vars(attn).items() if isinstance(value, Tensor) and value.grad_fn}
         vars(attn).update({name: value.detach() for name, value in tensors.items()})
-    below = modules_of(model)[1:]  # (a bridge puts modules on itself in its first pass)
-    identities, unhooked = list(_identities(model, short, norms)), unhooked_norms(model, norms)
-    return Structure(below, _settings(model, below), norms, identities, short.lost, unhooked)
+    below = dict(model.named_modules())  # (a bridge puts modules on itself in its first pass)
+    del below[""]
+    identities, unhooked = list(_identities(layers, width, short.read, norms)), unhooked_norms(below, norms)
+    return Structure([*below.values()], _settings(model.cfg, below.values()), norms, identities, lost, unhooked)
 
 
-def _layer_of(name: str, before: Sequence[Norm], model: HookedModel) -> int:
+def _layer_of(name: str, before: Sequence[Norm], layers: int) -> int:
     """Return the block of a norm: 0 for one after the embedding, the number of blocks for one at the end."""
     if in_block := re.match(r"blocks\.(\d+)\.", name):
         return int(in_block[1])
-    return n_layers(model) if any(norm.name.startswith("blocks.") for norm in before) else 0
+    return layers if any(norm.name.startswith("blocks.") for norm in before) else 0
 
 
-def _identities(model: HookedModel, short: _ShortPass, norms: Sequence[Norm]) -> Iterator[Norm]:
+def _identities(
+    layers: Mapping[int, nn.Module], d: int, read: Mapping[Reader, Sequence[Tensor]], norms: Sequence[Norm]
+) -> Iterator[Norm]:
     """Yield an identity for every block whose attention reads the stream."""
-    d, normalized = int(model.cfg.d_model), {layer for norm in norms for layer in norm.attention_layers}
-    for layer, attn in attentions(model).items():
-        inputs = short.read.get(("attention", layer), [])
-        stream = [t.flatten() for t in short.read.get(("block", layer), [])]
+    normalized = {layer for norm in norms for layer in norm.attention_layers}
+    for layer, attn in layers.items():
+        inputs = read.get(("attention", layer), [])
+        stream = [t.flatten() for t in read.get(("block", layer), [])]
         if not inputs or layer in normalized:
             continue
         if not any(torch.equal(t.flatten(), s) for t in inputs for s in stream):
@@ -209,39 +211,62 @@ def _likeness(module: nn.Module) -> tuple[object, ...]:
 
 
 class _ShortPass:
-    """One pass over two tokens: what norms and their readers were given, and at which norms a change is lost."""
+    """One pass over two tokens: what norms and their readers are given, and zeros that are added to the norms."""
 
-    def __init__(self, model: HookedModel, norms: Mapping[str, nn.Module]) -> None:
+    def __init__(self, norms: Mapping[str, nn.Module]) -> None:
+        self.norms = norms
         self.inputs: dict[str, Tensor] = {}
         # In the order in which they ran; HookedTransformer calls `ln1` once each for q, k and v.
         self.outputs: dict[str, list[Tensor]] = {}
         self.read: dict[Reader, list[Tensor]] = {}
-        leaves: dict[str, list[Tensor]] = {name: [] for name in norms}
-        after = [(module, partial(self._on_norm, name)) for name, module in norms.items()]
-        before = [(module, partial(self._on_reader, reader)) for reader, module in _reading(model, norms)]
-        tokens = probe_tokens(model, TOKENS)[None].to(device_of(model))
-        with hooks_on(after, before), ExitStack() as stack:
-            for name, module in norms.items():
-                point: Any = module.hook_normalized
-                point.add_hook(partial(_add_leaf, leaves[name]))
-                stack.callback(point.remove_hooks)
-            try:
-                logits = model(tokens, return_type="logits")
-            except (AttributeError, TypeError) as error:  # (of a bridge's norm without weights)
-                raise UnknownNormError(f"this model does not run with hooks at its norms: {error}") from error
-        self.lost = _lost_leaves(logits, leaves)
-        self.readers: dict[str, list[Reader]] = {name: [] for name in norms}
+        self.leaves: dict[str, list[Tensor]] = {name: [] for name in norms}
+
+    @contextmanager
+    def recording(self, readers: Iterable[tuple[Reader, nn.Module]]) -> Iterator[None]:
+        """Record the pass that runs inside the `with` block."""
+        after = [(module, partial(self._on_norm, name)) for name, module in self.norms.items()]
+        before = [(module, partial(self._on_reader, reader)) for reader, module in readers]
+        with hooks_on(after, before):
+            yield
+
+    def readers(self) -> dict[str, list[Reader]]:
+        """Return the readers of each norm."""
+        by_norm: dict[str, list[Reader]] = {name: [] for name in self.norms}
         for reader, inputs in self.read.items():
             # The last maker counts: a block's input often comes along for the residual sum (BLOOM, BERT).
             if reader[0] != "block" and (makers := self._makers(inputs)):
-                self.readers[makers[-1]].append(reader)
+                by_norm[makers[-1]].append(reader)
+        return by_norm
 
-    def _on_norm(self, name: str, _m: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+    def lost(self, logits: Any) -> dict[str, str]:
+        """Return the reason for each norm whose zeros have no gradient: a change of it does not reach the logits."""
+        leaves = [leaf for tensors in self.leaves.values() for leaf in tensors]
+        unread = "what comes after it does not read its output, or ignores it (weights that are zero)"
+        reached: set[int] = set()
+        try:
+            # (Weights as grad_outputs make torch import sympy, which takes long.)
+            weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+            gradients = torch.autograd.grad((logits * weights).sum(), leaves, allow_unused=True)
+            reached = {id(x) for x, g in zip(leaves, gradients, strict=True) if g is not None and bool(g.any())}
+        except (RuntimeError, AttributeError) as error:
+            unread = f"no gradient goes through the model ({error})"
+        reasons = {}
+        for name, tensors in self.leaves.items():
+            if not tensors:
+                reasons[name] = "a pass does not run this norm, or not through its hook points"
+            elif reached.isdisjoint(map(id, tensors)):
+                reasons[name] = unread
+        return {name: f"{name}: the edit was lost: {reason}" for name, reason in reasons.items()}
+
+    def _on_norm(self, name: str, _m: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
         x = tensors_in(args, kwargs)[0].detach()
         first = self.inputs.setdefault(name, x)
         if first is not x and not torch.equal(first.nan_to_num(), x.nan_to_num()):
             raise NormError(f"{name} runs more than once in a pass, on different vectors")
-        self.outputs.setdefault(name, []).append(output.detach())
+        self.leaves[name].append(torch.zeros_like(output, requires_grad=True))
+        changed = output + self.leaves[name][-1]
+        self.outputs.setdefault(name, []).append(changed.detach())
+        return changed
 
     def _on_reader(self, reader: Reader, _m: nn.Module, args: Any, kwargs: Any) -> None:
         self.read.setdefault(reader, []).extend(t.detach() for t in tensors_in(args, kwargs))
@@ -258,44 +283,20 @@ class _ShortPass:
         return [name for name, output in flat_outputs.items() if any(torch.equal(t, output) for t in flat)]
 
 
-def _add_leaf(leaves: list[Tensor], value: Tensor, hook: Any) -> Tensor:
-    leaves.append(torch.zeros_like(value, requires_grad=True))
-    return value + leaves[-1]
-
-
-def _lost_leaves(logits: Any, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
-    """Return the reason for each norm whose leaves, zeros that were added there, have no gradient."""
-    every = [leaf for tensors in leaves.values() for leaf in tensors]
-    unread = "what comes after it does not read its output, or ignores it (weights that are zero)"
-    reached: set[int] = set()
-    try:
-        # (Weights as grad_outputs make torch import sympy, which takes long.)
-        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
-        gradients = torch.autograd.grad((logits * weights).sum(), every, allow_unused=True)
-        reached = {id(x) for x, g in zip(every, gradients, strict=True) if g is not None and bool(g.any())}
-    except (RuntimeError, AttributeError) as error:
-        unread = f"no gradient goes through the model ({error})"
-    reasons = {}
-    for name, tensors in leaves.items():
-        if not tensors:
-            reasons[name] = "a pass does not run this norm, or not through its hook points"
-        elif reached.isdisjoint(map(id, tensors)):
-            reasons[name] = unread
-    return {name: f"{name}: the edit was lost: {reason}" for name, reason in reasons.items()}
-
-
-def _reading(model: HookedModel, norms: Mapping[str, nn.Module]) -> Iterator[tuple[Reader, nn.Module]]:
+def _reading(
+    blocks: Sequence[Any], layers: Mapping[int, nn.Module], unembed: Any, norms: Iterable[nn.Module]
+) -> Iterator[tuple[Reader, nn.Module]]:
     """Yield blocks, attention, MLPs, the unembedding, and what inside the last three has weights but norms."""
-    roots: list[tuple[Reader, Any]] = [(("attention", layer), attn) for layer, attn in attentions(model).items()]
-    roots += [(("mlp", layer), getattr(block, "mlp", None)) for layer, block in enumerate(blocks(model))]
-    roots.append((("unembed", n_layers(model)), getattr(model, "unembed", None)))
-    done = set(norms.values())
+    roots: list[tuple[Reader, Any]] = [(("attention", layer), attn) for layer, attn in layers.items()]
+    roots += [(("mlp", layer), getattr(block, "mlp", None)) for layer, block in enumerate(blocks)]
+    roots.append((("unembed", len(blocks)), unembed))
+    done = set(norms)
     for reader, root in roots:  # (attention comes first: a bridge's MLP may wrap the whole block, as in OPT)
-        for module in modules_of(root) if isinstance(root, nn.Module) else ():
+        for module in root.modules() if isinstance(root, nn.Module) else ():
             if module not in done and (module is root or module._parameters):
                 done.add(module)
                 yield reader, module
-    yield from ((("block", layer), block) for layer, block in enumerate(blocks(model)))
+    yield from ((("block", layer), block) for layer, block in enumerate(blocks))
 
 
 def _reads(name: str, readers: Sequence[Reader]) -> str:

@@ -133,7 +133,7 @@ def rotary_tables(points: Mapping[str, Tensor], prompt: int, length: int) -> tup
 
 @contextmanager
 def streaming(
-    model: HookedModel,
+    attentions: Mapping[int, nn.Module],
     tokens: Int[Tensor, "batch pos"],
     norms: Sequence[Norm],
     on_norm: OnNorm | None = None,
@@ -145,9 +145,9 @@ def streaming(
     Callbacks come a layer at a time: of all prompts in their order, then of the next layer.
 
     Args:
-        model: any hooked model.
+        attentions: the model's attention layers (`model.attentions`).
         tokens: of the pass.
-        norms: the model's norms (`find_norms`), and identities where they are wanted (`attention_inputs`).
+        norms: the model's norms (`find_norms`), and identities where they are wanted.
         on_norm: gets the number of a prompt, a norm, and its input and output, once per pass, however often the norm is
             called. Norms inside attention come flattened over heads, [pos·head d_head].
         on_attention: gets the number of a prompt and an `AttentionInput` when a layer's attention has run.
@@ -157,7 +157,7 @@ def streaming(
         ActivationError: a norm's input or output is not finite.
     """
     batch, length = tokens.shape
-    attended = {} if on_attention is None else attentions(model)
+    attended = {} if on_attention is None else attentions
     wanted = [layer for layer in attended if layers is None or layer in layers]
     norm_of = {layer: norm for norm in norms for layer in norm.attention_layers if layer in wanted}
     # By layer, while it runs: the input and output of the norm that it reads, and values of its hook points.
@@ -226,5 +226,5 @@ def stream(
     """Run one prompt and call back as `streaming` does, without the number of a prompt."""
     by_norm = None if on_norm is None else lambda _, *seen: on_norm(*seen)
     by_layer = None if on_attention is None else lambda _, seen: on_attention(seen)
-    with streaming(model, tokens[None], norms, on_norm=by_norm, on_attention=by_layer, layers=layers):
+    with streaming(attentions(model.blocks), tokens[None], norms, by_norm, by_layer, layers):
         run(model, tokens[None])

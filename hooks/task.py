@@ -22,16 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.hooks.model import (
-    HookedModel,
-    at_least_float32,
-    context_length,
-    device_of,
-    evaluating,
-    missing_head,
-    run,
-    vocabulary_size,
-)
+from ln_probe.hooks.model import Facts, at_least_float32, probe_tokens
 
 # -------------------------------------------------------------------- token ids
 
@@ -39,7 +30,7 @@ Rows = Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
+def check_tokens(facts: Facts, tokens: object) -> list[Int[Tensor, " _"]]:
     """Return token ids as one tensor per prompt, from [pos], [batch pos] or a list of rows of different lengths.
 
     Raises:
@@ -56,7 +47,7 @@ def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
     if not rows or not all(r.ndim == 1 and len(r) > 0 and r.dtype in _WHOLE for r in rows):
         given = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)[:60]
         raise ValueError(f"tokens must be whole numbers [batch pos] or a list of rows, none empty, got {given}")
-    size, limit = vocabulary_size(model), context_length(model)
+    size, limit = facts.vocabulary, facts.context
     for row in rows:
         if len(row) > limit:
             raise ValueError(f"{len(row)} tokens are more than the context of {limit}: cut the prompt")
@@ -65,23 +56,18 @@ def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
     return [row.long() for row in rows]
 
 
-def tokenizer_of(model: HookedModel) -> Any:
-    """Return the model's tokenizer, or None."""
-    return getattr(model, "tokenizer", None)
-
-
-def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) -> Int[Tensor, " pos"]:
+def encode(facts: Facts, text: str, *, prepend_bos: bool | None = None) -> Int[Tensor, " pos"]:
     """Return the token ids of one text.
 
     Args:
-        model: a model with a tokenizer.
+        facts: of a model with a tokenizer.
         text: not empty.
         prepend_bos: whether to begin with the tokenizer's first token; None: as the model was trained.
 
     Raises:
         ValueError: no tokenizer, a tokenizer without a first token to put there or that fails, or an empty text.
     """
-    tokenizer = tokenizer_of(model)
+    tokenizer = facts.tokenizer
     if tokenizer is None:
         raise ValueError("this model has no tokenizer: pass token ids")
     if not text.strip():
@@ -93,7 +79,7 @@ def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) ->
     first = getattr(tokenizer, "bos_token_id", None)
     if prepend_bos and first is None:
         raise ValueError("prepend_bos=True, but this model's tokenizer has no first token (bos_token_id): leave it out")
-    wanted = getattr(model.cfg, "default_prepend_bos", True) if prepend_bos is None else prepend_bos
+    wanted = facts.prepend_bos if prepend_bos is None else prepend_bos
     if first is not None and wanted and ids[:1] != [first]:
         ids = [int(first), *ids]
     elif prepend_bos is False and ids[:1] == [first] and len(ids) > 1:
@@ -103,21 +89,7 @@ def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) ->
     return torch.tensor(ids)
 
 
-def special_tokens(model: HookedModel, kind: str) -> list[int]:
-    """Return the ids of the model's "eos", "bos" or "pad" tokens, as its tokenizer and its configuration have them.
-
-    Of a HookedTransformer, `special_token_ids` that `load_model` leaves on it count. Ids outside the vocabulary do not
-    (GPT-2's default configuration names 50256 for any vocabulary).
-    """
-    original = getattr(model, "original_model", None)
-    holders = (tokenizer_of(model), getattr(original, "config", None), getattr(original, "generation_config", None))
-    values = [getattr(holder, f"{kind}_token_id", None) for holder in holders]
-    values.append(getattr(model, "__dict__", {}).get("special_token_ids", {}).get(kind))
-    ids = [i for value in values for i in (value if isinstance(value, list | tuple) else [value])]
-    return list(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocabulary_size(model)))
-
-
-def unpadded(model: HookedModel, rows: list[Int[Tensor, " _"]]) -> tuple[list[Int[Tensor, " _"]], tuple[str, ...]]:
+def unpadded(facts: Facts, rows: list[Int[Tensor, " _"]]) -> tuple[list[Int[Tensor, " _"]], tuple[str, ...]]:
     """Return rows of one length without the padding token at either end, and a note about it.
 
     Where that token begins or ends texts too (GPT-2), and every row has it at that end, one of it stays. Rows of
@@ -126,13 +98,13 @@ def unpadded(model: HookedModel, rows: list[Int[Tensor, " _"]]) -> tuple[list[In
     Raises:
         ValueError: a row is nothing but padding.
     """
-    pad = next(iter(special_tokens(model, "pad")), None)
+    pad = next(iter(facts.special["pad"]), None)
     if pad is None or len(set(map(len, rows))) != 1 or not len(rows[0]):
         return rows, ()
     spans = [(row != pad).nonzero()[:, 0].tolist() for row in rows]
     if not all(spans):
         raise ValueError(f"prompt {spans.index([])} is nothing but padding (token {pad})")
-    most = int(pad in (*special_tokens(model, "bos"), *special_tokens(model, "eos")))  # of it that is text
+    most = int(pad in (*facts.special["bos"], *facts.special["eos"]))  # of it that is text
     first, last = [span[0] for span in spans], [span[-1] for span in spans]
     left, right = min(*first, most), min(len(rows[0]) - 1 - max(last), most)
     cut = [row[start - left : end + 1 + right] for row, start, end in zip(rows, first, last, strict=True)]
@@ -141,9 +113,9 @@ def unpadded(model: HookedModel, rows: list[Int[Tensor, " _"]]) -> tuple[list[In
     return cut, (f"{note}; pass the attention_mask too if some of it is text",) * bool(padded)
 
 
-def unpadded_rows(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
+def unpadded_rows(facts: Facts, tokens: object) -> list[Int[Tensor, " _"]]:
     """Return `check_tokens` without padding, and warn if there was some."""
-    rows, notes = unpadded(model, check_tokens(model, tokens))
+    rows, notes = unpadded(facts, check_tokens(facts, tokens))
     for note in notes:
         warnings.warn(f"tokens: {note}", stacklevel=4)
     return rows
@@ -171,12 +143,6 @@ class BundledPrompts:
     strata: tuple[str, ...] = ()
 
 
-def bundled_prompts(model: HookedModel) -> BundledPrompts | None:
-    """Return the prompts that the loader left on a bundled model; None for other models."""
-    prompts = getattr(model, "__dict__", {}).get("bundled_prompts")
-    return prompts if isinstance(prompts, BundledPrompts) else None
-
-
 @cache
 def bundled_texts(split: str = MEASURED) -> tuple[str, ...]:
     """Return one part of the bundled passages, which were written for this project."""
@@ -185,18 +151,18 @@ def bundled_texts(split: str = MEASURED) -> tuple[str, ...]:
     return tuple(passage["text"] for passage in passages if passage["split"] == split)
 
 
-def default_tokens(model: HookedModel, split: str = MEASURED) -> list[Int[Tensor, " _"]]:
+def default_tokens(facts: Facts, split: str = MEASURED) -> list[Int[Tensor, " _"]]:
     """Return one part of a bundled model's own prompts, or of the bundled passages.
 
     Raises:
         ValueError: the model has neither prompts of its own nor a tokenizer.
     """
-    limit = min(MAX_TOKENS, context_length(model))
-    if (own := bundled_prompts(model)) is not None:
+    limit = min(MAX_TOKENS, facts.context)
+    if (own := facts.bundled_prompts) is not None:
         return [row[:limit] for row in (own.measured if split == MEASURED else own.calibration)]
-    if tokenizer_of(model) is None:
+    if facts.tokenizer is None:
         raise ValueError("this model has no tokenizer and no prompts of its own: pass token ids (tokens= or prompts=)")
-    return [encode(model, text)[:limit] for text in bundled_texts(split)]
+    return [encode(facts, text)[:limit] for text in bundled_texts(split)]
 
 
 # --------------------------------------------------------------------- the loss
@@ -282,34 +248,38 @@ class Objective:
             raise ObjectiveError(f"{self.name} must return floating-point numbers [{len(tokens)}], got {shape}")
         return losses.double()[:, None]
 
-    def obstacle(self, model: HookedModel) -> str:
-        """Return why no loss of the model means anything; empty if it does, or if the user's loss decides."""
-        if reason := missing_head(model):
-            return reason
-        if self.function is not None:
-            return ""
-        size = vocabulary_size(model)
-        tokens = torch.linspace(1, size - 1, 4).long().repeat(2, 1)
-        tokens[1, -1] = 0
-        with evaluating(model):
-            logits = run(model, tokens, return_type="logits")
+    def obstacle(self, facts: Facts, logits: Any) -> str:
+        """Return why no loss of a model means anything; empty if it does, or if the user's loss decides.
+
+        Args:
+            facts: of the model.
+            logits: of `twins`, or what the model gives in their place.
+        """
+        if facts.missing_head or self.function is not None:
+            return facts.missing_head
         outputs = logits.shape[-1] if isinstance(logits, Tensor) and logits.ndim == 3 else 0
-        if outputs < size:
+        if outputs < facts.vocabulary:
+            size = facts.vocabulary
             return f"the model has {outputs} outputs for {size} tokens, so there is no next-token loss; give loss="
         ahead = (logits[0, :-1].float() - logits[1, :-1].float()).abs().max()
         if ahead > _SAME_LOGITS * logits.float().abs().max().clamp_min(1.0):
             return "attention is bidirectional, so there is no next-token loss; give loss="
         return ""
 
-    def check(self, model: HookedModel, tokens: Int[Tensor, " pos"]) -> None:
+    @torch.no_grad()
+    def check(self, output: Any, tokens: Int[Tensor, "1 pos"]) -> None:
         """Raise ObjectiveError if the user's loss of one prompt is not finite, or another value the second time."""
         if self.function is None:
             return
-        row = tokens[None].to(device_of(model))
-        with evaluating(model), torch.no_grad():
-            output = run(model, row, return_type="logits")
-            first, second = float(self.sums(output, row)[0]), float(self.sums(output, row)[0])
+        first, second = float(self.sums(output, tokens)[0]), float(self.sums(output, tokens)[0])
         if not math.isfinite(first) or first != second:
             raise ObjectiveError(
                 f"{self.name} returned {first} and {second} on one output: it must be finite and fixed"
             )
+
+
+def twins(facts: Facts) -> Int[Tensor, "2 4"]:
+    """Return two prompts that differ in the last token: with causal attention, all other logits are equal."""
+    tokens = probe_tokens(facts.vocabulary, 4).repeat(2, 1)
+    tokens[1, -1] = 0
+    return tokens

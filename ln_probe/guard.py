@@ -22,7 +22,7 @@ from ln_probe.hooks.model import (
     device_of,
     edits_on,
     evaluating,
-    is_hugging_face,
+    hugging_face_classes,
     plain_path,
     whole_number,
 )
@@ -78,7 +78,7 @@ def check_state(model: nn.Module, hooks: str = REFUSE) -> tuple[str, ...]:
     if hooks not in (REFUSE, KEEP):
         raise ValueError(f"hooks must be {REFUSE!r} or {KEEP!r}, got {hooks!r}")
     for path, module in model.named_modules():
-        if edits := edits_on(module):
+        if path and (edits := edits_on(module)):  # (the model itself is no norm)
             raise ModelStateError(f"the model is under {edits[0].label}: leave the `with` block")
         if "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None:
             name = plain_path(path) or type(module).__name__
@@ -96,14 +96,15 @@ def check_state(model: nn.Module, hooks: str = REFUSE) -> tuple[str, ...]:
 def hooked_model(given: object, tokenizer: Any = None, hooks: str = REFUSE) -> tuple[HookedModel, tuple[str, ...]]:
     """Return the model to measure (a bridge for a Hugging Face model in memory), and a note on its hooks."""
     notes = check_state(given, hooks) if isinstance(given, nn.Module) else ()
-    if tokenizer is not None and not is_hugging_face(given):
+    is_original = isinstance(given, hugging_face_classes())
+    if tokenizer is not None and not is_original:
         raise ValueError(f"tokenizer= is for a Hugging Face model in memory: a {type(given).__name__} has its own")
-    if isinstance(given, nn.Module) and device_of(given).type == "mps":
+    if isinstance(given, nn.Module) and device_of(given.parameters()).type == "mps":
         notes += (ON_MPS,)
         warnings.warn(ON_MPS, stacklevel=3)
         given = copy.deepcopy(given).to("cpu")
     model = check_model(given)
-    if is_hugging_face(given):
+    if is_original:
         model.__dict__["_tokenizer"] = tokenizer  # as the bridge's property reads it; nothing is put into the tokenizer
     return model, notes
 

@@ -24,7 +24,7 @@ from ln_probe.analyses.schema import TableError
 from ln_probe.analyses.text import check_flags
 from ln_probe.exhibits import AttentionRecorder, Exhibits
 from ln_probe.guard import REFUSE, hooked_model, indices, seed_of, unchanged
-from ln_probe.hooks.model import n_layers, whole_number
+from ln_probe.hooks.model import whole_number
 from ln_probe.hooks.task import Loss, Objective
 from ln_probe.loading.source import source_of
 from ln_probe.passes import measure_norms, second_pass
@@ -120,7 +120,7 @@ def analyze(
     cfg: Any = hooked.cfg
     shape = {
         "d_model": int(cfg.d_model),
-        "layers": n_layers(hooked),
+        "layers": len(hooked.blocks),
         "heads": int(getattr(cfg, "n_heads", 0)),
     }
     chosen_probes, objective = chosen(probes), Objective.of(loss)

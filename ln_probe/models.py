@@ -312,7 +312,7 @@ def _load_run(
         model.__dict__["bundled_prompts"] = held_out_windows()
         shipped = shipped_constants(folder)
         if shipped and shipped["weights_sha256"] == sha256_of_files([weights_of(folder, step)]):
-            model.__dict__["shipped_constants"] = {**shipped, "sample": weights_sample(cast(Any, model))}
+            model.__dict__["shipped_constants"] = {**shipped, "sample": weights_sample(model.parameters())}
     return model
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ln_probe.analyses.probes.sinks import TokenSizes
-from ln_probe.hooks.model import OneLine, check_model, evaluating
+from ln_probe.hooks.model import OneLine, check_model, evaluating, facts_of
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream
 from ln_probe.hooks.task import check_tokens
@@ -53,7 +53,7 @@ def outlier_tokens(
         >>> ln_probe.outlier_tokens(model, tokens)
     """
     hooked = check_model(model)
-    prompts = check_tokens(hooked, tokens)
+    prompts = check_tokens(facts_of(hooked), tokens)
     sites = [s for s in find_norms(hooked) if s.reads not in ("query", "key")]
     if not sites:
         raise ValueError("the model has no normalization: no norm says which tokens are long")

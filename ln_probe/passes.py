@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from ln_probe.analyses.constants import CALIBRATION, OWN_MEANS, Constants, Halves, group_numbers, halves_of
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeObserver, ProbeResults, Run
@@ -28,13 +28,13 @@ from ln_probe.analyses.progress import TimeLeft, tell, tell_inner, tell_left
 from ln_probe.analyses.text import counted
 from ln_probe.hooks.constants import Constant, bundled_constants, fit, mean_sigmas, some
 from ln_probe.hooks.edits import members
-from ln_probe.hooks.model import HookedModel, device_of, evaluating, in_missing_head, n_layers, plain_path
+from ln_probe.hooks.model import Facts, HookedModel, attentions, device_of, facts_of, plain_path
 from ln_probe.hooks.model import run as run_model
 from ln_probe.hooks.norm import Norm
-from ln_probe.hooks.norms import attention_inputs, layers_in_words, structure_of
+from ln_probe.hooks.norms import layers_in_words, structure_of
 from ln_probe.hooks.stream import AttentionInput, streaming
 from ln_probe.hooks.task import CALIBRATION as CALIBRATION_PART
-from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
+from ln_probe.hooks.task import Objective, default_tokens, twins
 from ln_probe.prompts import BUNDLED, Prompts, calibration_prompts, make_prompts, summary
 
 if TYPE_CHECKING:
@@ -54,18 +54,23 @@ _STREAM = "stream"  # the kind of work that probes of norms and attention share
 
 
 def batch_sizes(
-    model: HookedModel, prompts: Sequence[Tensor], batch_size: int | None, probes: Sequence[Probe]
+    device: torch.device,
+    cfg: Any,
+    prompts: Sequence[Tensor],
+    batch_size: int | None,
+    probes: Sequence[Probe],
 ) -> dict[int, int]:
     """Return how many prompts of a length go through the model together, by length.
 
     Args:
+        device, cfg: of the model.
         batch_size: the same for every length; None: on a CPU one, or several where no probe sees attention; on a GPU as
             memory allows.
         probes: those that observe the prompts.
     """
-    together = device_of(model).type == "cuda" or not any(probe.needs.attention for probe in probes)
+    together = device.type == "cuda" or not any(probe.needs.attention for probe in probes)
     lengths = set(map(len, prompts))
-    return {n: batch_size or (rows_at_once(model, n) if together else 1) for n in lengths}
+    return {n: batch_size or (rows_at_once(device, cfg, n) if together else 1) for n in lengths}
 
 
 def batches(
@@ -92,21 +97,14 @@ def batches(
 # ------------------------------------------------------------------- first pass
 
 
-def check_finite(model: HookedModel, tokens: Int[Tensor, " pos"]) -> None:
-    """Raise ValueError if a weight, or a logit of a prompt, is not finite; names the first one with its place."""
-    for name, parameter in model.named_parameters():
-        _check_finite(plain_path(name), parameter.detach())
-    with evaluating(model):
-        logits = run_model(model, tokens[None], return_type="logits")
-    if isinstance(logits, Tensor):
-        _check_finite("the logits of the first prompt", logits[0])
-
-
-def _check_finite(what: str, value: Tensor) -> None:
-    # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
-    if not torch.isfinite(value.sum()) and len(places := (~torch.isfinite(value)).nonzero()):
-        place = places[0].tolist()
-        raise ValueError(f"{what}: {float(value[tuple(place)])} at {place}: is the checkpoint damaged, or try float32")
+def check_finite(values: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if one of these tensors is not finite; names it, with the place."""
+    for path, value in values:
+        # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
+        if not torch.isfinite(value.sum()) and len(places := (~torch.isfinite(value)).nonzero()):
+            place = places[0].tolist()
+            what = f"{plain_path(path)}: {float(value[tuple(place)])} at {place}"
+            raise ValueError(f"{what}: is the checkpoint damaged, or try float32")
 
 
 def first_pass(
@@ -155,11 +153,12 @@ def first_pass(
         tell_inner(f"layer {seen.layer + 1}")
         maps.observe(seen)
 
+    attended = attentions(model.blocks)
     plain = PlainAttention.of(model, max(prompts, key=len)) if maps is None else None
     with nullcontext() if plain is None else plain.replaced():
         for numbers, tokens in batches("first pass", prompts, sizes):  # noqa: B007 - the callbacks read it
             length = tokens.shape[1]
-            with streaming(model, tokens, inputs, on_norm, None if maps is None else on_attention, layers):
+            with streaming(attended, tokens, inputs, on_norm, None if maps is None else on_attention, layers):
                 run_model(model, tokens)
     return sums, mean_share
 
@@ -203,7 +202,7 @@ def second_pass(
         recorder: records attention; None: there is none to record.
         default: whether these are the model's default prompts, of which a probe takes no more than `Probe.prompts`.
     """
-    run, maps = start.run, start.maps
+    run, maps, constants, heads = start.run, start.maps, start.run.constants, start.run.heads
     every = [ProbeObserver(p, run, p.prompts if default else None) for p in probes]
     radii = {} if maps is None else maps.radii()
     numbers, norms, attention = range(0), list[ProbeObserver](), list[ProbeObserver]()
@@ -215,8 +214,8 @@ def second_pass(
     def on_attention(row: int, seen: AttentionInput) -> None:
         assert maps is not None
         number, norm = numbers[row], seen.norm
-        constant = Constant(1.0, 1.0) if norm.is_identity else run.constants.of(number)[norm.name]
-        attended = AttentionLayer(seen, partial(maps.read, seen), constant, radii.get(seen.layer), run.heads)
+        constant = Constant(1.0, 1.0) if norm.is_identity else constants.of(number)[norm.name]
+        attended = AttentionLayer(seen, partial(maps.read, seen), constant, radii.get(seen.layer), heads)
         for observer in attention:
             tell_inner(f"{observer.probe.name}, layer {seen.layer + 1}")
             observer.call("attention", number, attended)
@@ -239,7 +238,7 @@ def second_pass(
         started, before = time.thread_time(), {w.probe.name: w.seconds for w in watching}
         if norms or attention or recorded:
             callbacks = on_norm if norms else None, on_attention if attention or recorded else None
-            with streaming(run.model, tokens, start.inputs, *callbacks, run.layers):
+            with streaming(attentions(run.model.blocks), tokens, start.inputs, *callbacks, run.layers):
                 run_model(run.model, tokens)
             observing = sum(w.seconds - before[w.probe.name] for w in watching)
             work.add(_STREAM, time.thread_time() - started - observing, len(numbers))
@@ -284,19 +283,28 @@ def measure_norms(
         model: in evaluation mode; the others as of `analyze`, checked.
     """
     tell("preparing prompts")
+    facts, device = facts_of(model), device_of(model.parameters())
     how: dict[str, Any] = {"max_tokens": max_tokens, "prepend_bos": prepend_bos}
-    ready = make_prompts(model, prompts, token_names=token_names, max_prompts=max_prompts, **how)
-    other = None if calibration is None else calibration_prompts(model, calibration, **how)
+    ready = make_prompts(facts, prompts, token_names=token_names, max_prompts=max_prompts, **how)
+    other = None if calibration is None else calibration_prompts(facts, calibration, **how)
     group_of = group_numbers(ready.tokens, groups)
     on_overlap = () if other is None else _overlap(ready, other)
     loss = Objective() if loss is None else loss
-    check_finite(model, ready.tokens[0])
-    loss.check(model, ready.tokens[0])
-    every = attention_inputs(model)
-    of_random_head = [norm.name for norm in every if in_missing_head(model, norm.module)]  # (BERT's head has a norm)
-    inputs = [norm for norm in every if norm.name not in of_random_head]
+    check_finite((path, parameter.detach()) for path, parameter in model.named_parameters())
+    first = ready.tokens[0][None].to(device)
+    output = run_model(model, first, return_type="logits")
+    if isinstance(output, Tensor):
+        check_finite([("the logits of the first prompt", output[0])])
+    loss.check(output, first)
+    structure = structure_of(model)
+    inputs, of_random_head = structure.attention_inputs, list[str]()
+    body = getattr(getattr(model, "original_model", None), "base_model", None)
+    if facts.missing_head and isinstance(body, nn.Module):  # (BERT's head has a norm)
+        of_body = set(body.modules())
+        of_random_head = [norm.name for norm in inputs if norm.module not in of_body]
+        inputs = [norm for norm in inputs if norm.module in of_body]
     norms = [norm for norm in inputs if not norm.is_identity]
-    measured = list(range(n_layers(model))) if layers is None else sorted(set(layers))
+    measured = list(range(len(model.blocks))) if layers is None else sorted(set(layers))
     # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
     sites = norms
     if layers is not None:
@@ -308,14 +316,22 @@ def measure_norms(
         statistics = [NormStatistics(site) for site in sites]
     looking = [p.name for p in probes if p.needs.attention]
     maps = LayerMaps(norms) if looking and any(norm.attention_layers for norm in inputs) else None
-    sizes = batch_sizes(model, ready.tokens, batch_size, probes)
+    sizes = batch_sizes(device, model.cfg, ready.tokens, batch_size, probes)
     sums, mean_share = first_pass(model, ready.tokens, inputs, sites, statistics, measured, sizes, maps)
     means = Constants(tuple(site.name for site in sites), group_of, sums[:, 0], sums[:, 1])
-    constants, calibrated_on, on_constants = _constants(model, means, sites, other)
+    constants, on_constants, calibrated_on = means, tuple[str, ...](), dict[str, Any]()
+    if text := _calibration(facts, means, sites, other):
+        tokens, source, on_constants = text
+        given = mean_sigmas(model, sites, tokens) if tokens else None
+        constants = replace(means, source=source, given=given)
+        calibrated_on = summary(source, tokens) if tokens else {}
+    obstacle = ""
+    if any(p.needs.output for p in probes):
+        obstacle = loss.obstacle(facts, run_model(model, twins(facts), return_type="logits"))
     if any(p.name == Causal.name for p in probes):
-        shipped = _shipped(model, ready) if prompts is None else None
+        shipped = _shipped(facts, model.parameters(), ready) if prompts is None else None
         if shipped is None and optimal:
-            shipped = _fitted(model, norms, constants, ready, loss)
+            shipped = {} if obstacle else _fitted(model, norms, constants, ready, loss)
         constants = replace(constants, optimal=shipped or {})
     run = Run(
         model,
@@ -329,12 +345,13 @@ def measure_norms(
         statistics,
         seed,
         ready.strata if groups is None else tuple(map(str, groups)),
+        obstacle,
     )
     notes = [*ready.notes, *_notes(inputs, looking, of_random_head)]
     if maps is not None:
         notes += maps.notes()
-    if unhooked := structure_of(model).unhooked:
-        notes.append(f"norms without hook points are neither measured nor edited: {some(unhooked)}")
+    if structure.unhooked:
+        notes.append(f"norms without hook points are neither measured nor edited: {some(structure.unhooked)}")
     if mean_share <= _CENTRED_SHARE:
         notes.append(CENTRED)
     notes += [*on_overlap, *on_constants, *constants.notes()]
@@ -362,33 +379,29 @@ def _overlap(prompts: Prompts, calibration: Prompts) -> tuple[str, ...]:
     return (note,) * bool(rows & others)
 
 
-def _constants(
-    model: HookedModel, measured: Constants, norms: Sequence[Norm], calibration: Prompts | None
-) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
-    """Return the constants, what provenance says of the prompts that they come from, and notes.
+def _calibration(
+    facts: Facts, measured: Constants, norms: Sequence[Norm], calibration: Prompts | None
+) -> tuple[Sequence[Tensor], str, tuple[str, ...]] | None:
+    """Return the prompts that constants come from, what provenance calls them, and notes.
 
-    They come from the user's `calibration`, else from the other prompts (`measured`); where all prompts form one
-    group, from the model's calibration windows, else the bundled passages, else the prompts' own means.
+    They are the user's `calibration`; else, where all measured prompts form one group, the model's calibration
+    windows, or the bundled passages, or none: then the constants are the prompts' own means.
+    None: constants come from the other prompts.
     """
-    notes: tuple[str, ...] = ()
     if calibration is not None:
-        tokens, source = calibration.tokens, f"{CALIBRATION} ({calibration.source})"
-    elif measured.group_count > 1 or not measured.group_count or not norms:
-        return measured, {}, ()
-    else:
-        own = bundled_prompts(model)
-        if own is None and tokenizer_of(model) is None:
-            return replace(measured, source=OWN_MEANS), {}, (f"{_ONE_GROUP}, so the constants are its own means",)
-        tokens = tuple(default_tokens(model, CALIBRATION_PART))
-        source = f"{CALIBRATION} ({BUNDLED if own is None else own.source})"
-        notes = (f"{_ONE_GROUP}, so the constants are {source}",)
-    given = mean_sigmas(model, norms, tokens)
-    return replace(measured, source=source, given=given), summary(source, tokens), notes
+        return calibration.tokens, f"{CALIBRATION} ({calibration.source})", ()
+    if measured.group_count > 1 or not measured.group_count or not norms:
+        return None
+    own = facts.bundled_prompts
+    if own is None and facts.tokenizer is None:
+        return (), OWN_MEANS, (f"{_ONE_GROUP}, so the constants are its own means",)
+    source = f"{CALIBRATION} ({BUNDLED if own is None else own.source})"
+    return default_tokens(facts, CALIBRATION_PART), source, (f"{_ONE_GROUP}, so the constants are {source}",)
 
 
-def _shipped(model: HookedModel, prompts: Prompts) -> dict[str, Halves] | None:
+def _shipped(facts: Facts, parameters: Iterable[Tensor], prompts: Prompts) -> dict[str, Halves] | None:
     """Return the loss-optimal constants that a bundled model brings for its default prompts."""
-    shipped = bundled_constants(model)
+    shipped = bundled_constants(facts, parameters)
     if not shipped or shipped["prompts_sha256"] != summary("", prompts.tokens)["sha256"]:
         return None
     return dict(shipped["halves"])
@@ -405,7 +418,7 @@ def _fitted(
     second = [row for row, half in numbered if half == 1]
     for group in PRIMARY_SITES:
         frozen = [n for n in members(norms, group) if n.scales and n.name in constants.sites]
-        if frozen and second and not loss.obstacle(model):
+        if frozen and second:
             tell(f"fitting loss-optimal constants ({group})")
             of_half = partial(fit, model, frozen, start=constants.pooled, objective=loss)
             fitted[group] = of_half(first), of_half(second)

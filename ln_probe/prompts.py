@@ -16,14 +16,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ln_probe.analyses.text import check_flags, encodable
-from ln_probe.hooks.model import HookedModel, check_model, context_length, vocabulary_size, whole_number
+from ln_probe.hooks.model import Facts, HookedModel, check_model, facts_of, whole_number
 from ln_probe.hooks.task import (
     MAX_TOKENS,
-    bundled_prompts,
     bundled_texts,
     default_tokens,
     encode,
-    tokenizer_of,
     unpadded,
 )
 
@@ -63,7 +61,7 @@ class Prompts:
 
 
 def make_prompts(
-    model: HookedModel,
+    model: HookedModel | Facts,
     prompts: Any = None,
     *,
     max_tokens: int = MAX_TOKENS,
@@ -74,7 +72,7 @@ def make_prompts(
     """Return prompts for `model` from any form that a user has them in.
 
     Args:
-        model: any hooked model.
+        model: any hooked model, or what `facts_of` says of it.
         prompts: None (a bundled model's own held-out windows, or the bundled passages); a text, or a list of texts; a
             `Path` (`.txt`: a prompt a paragraph, as it stands; `.jsonl`: `{"text": …}` or `{"tokens": […]}` a line); a
             data set of `datasets` with a column "text", "tokens" or "input_ids"; token ids as a tensor, array or lists
@@ -94,7 +92,7 @@ def make_prompts(
         >>> from ln_probe.prompts import make_prompts
         >>> make_prompts(model, ["The ships came home."], max_tokens=8).tokens[0]
     """
-    model = check_model(model)
+    facts = model if isinstance(model, Facts) else facts_of(check_model(model))
     max_tokens = whole_number(max_tokens, "max_tokens", 1)
     max_prompts = None if max_prompts is None else whole_number(max_prompts, "max_prompts", 1)
     if isinstance(prompts, Prompts):
@@ -105,7 +103,7 @@ def make_prompts(
     _check_unpacked(prompts, columns)
     if isinstance(prompts, Mapping) and "input_ids" in prompts and prompts.get("attention_mask") is None:
         prompts = prompts["input_ids"]
-    entries, source = _entries(model, prompts)
+    entries, source = _entries(facts, prompts)
     entries = entries[:max_prompts]
     notes: tuple[str, ...] = ()
     texts = [entry for entry in entries if isinstance(entry, str)]
@@ -122,22 +120,23 @@ def make_prompts(
         for number, entry in enumerate(entries):
             try:
                 is_text = isinstance(entry, str)
-                rows.append(encode(model, entry, prepend_bos=prepend_bos) if is_text else _row(entry, number))
+                rows.append(encode(facts, entry, prepend_bos=prepend_bos) if is_text else _row(entry, number))
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}" if len(entries) > 1 and is_text else str(error)) from error
         if not texts:
-            rows, more = unpadded(model, rows)
-    finished = _finished(model, rows[:max_prompts], source, max_tokens, (*notes, *more), token_names)
-    own = bundled_prompts(model) if prompts is None else None
+            rows, more = unpadded(facts, rows)
+    finished = _finished(facts, rows[:max_prompts], source, max_tokens, (*notes, *more), token_names)
+    own = facts.bundled_prompts if prompts is None else None
     return finished if own is None else replace(finished, strata=own.strata[: len(finished.tokens)])
 
 
-def _entries(model: HookedModel, prompts: Any) -> tuple[Sequence[Any], str]:
+def _entries(facts: Facts, prompts: Any) -> tuple[Sequence[Any], str]:
     """Return the texts or rows of token ids, and what they are called."""
     if prompts is None:
-        if (own := bundled_prompts(model)) is not None:
+        if (own := facts.bundled_prompts) is not None:
             return own.measured, own.source
-        return (bundled_texts(), BUNDLED) if tokenizer_of(model) is not None else (default_tokens(model), BUNDLED)
+        entries = bundled_texts() if facts.tokenizer is not None else default_tokens(facts)
+        return entries, BUNDLED
     if isinstance(prompts, str):
         _check_no_file_name(prompts)
         return [prompts], "texts"
@@ -292,7 +291,7 @@ def _rows(given: Any, read: Callable[[Any], Any] = lambda entry: entry) -> list[
 
 
 def _finished(
-    model: HookedModel,
+    facts: Facts,
     rows: Sequence[Tensor],
     source: str,
     max_tokens: int,
@@ -302,7 +301,7 @@ def _finished(
     """Check and cut rows of token ids, and name their tokens."""
     if not rows:
         raise ValueError(f"no prompts ({source} is empty): give at least one")
-    size, context = vocabulary_size(model), context_length(model)
+    size, context = facts.vocabulary, facts.context
     for number, row in enumerate(rows):
         if not len(row):
             raise ValueError(f"prompt {number} has no tokens")
@@ -317,7 +316,7 @@ def _finished(
     tokens = tuple(row[:limit] for row in rows)
     if token_names is not None:
         notes += _naming_notes(token_names, size)
-    tokenizer = tokenizer_of(model)
+    tokenizer = facts.tokenizer
 
     def name_of(token: int) -> str:
         if token_names is not None:
@@ -332,11 +331,11 @@ def _finished(
 
 
 def calibration_prompts(
-    model: HookedModel, prompts: Any, *, max_tokens: int = MAX_TOKENS, prepend_bos: bool | None = None
+    facts: Facts, prompts: Any, *, max_tokens: int = MAX_TOKENS, prepend_bos: bool | None = None
 ) -> Prompts:
     """Return the user's calibration text as prompts, as `make_prompts` does; its errors begin with "calibration"."""
     try:
-        return make_prompts(model, prompts, max_tokens=max_tokens, prepend_bos=prepend_bos)
+        return make_prompts(facts, prompts, max_tokens=max_tokens, prepend_bos=prepend_bos)
     except (ValueError, TypeError) as error:
         raise type(error)(f"calibration: {error}") from error
 

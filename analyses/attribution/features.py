@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import Part, Record, dot
-from ln_probe.hooks.model import HookedModel, child_of, evaluating, n_layers, with_float64
+from ln_probe.hooks.model import HookedModel, child_of, evaluating, with_float64
 
 TOP_FEATURES = 20  # named one by one; the rest is one row
 CLOSES = 1e-4  # what rounding in float32 leaves over of a sum over thousands of features, relative to its largest
@@ -257,7 +257,7 @@ def dictionaries(
         if _POINT.match(one.hook_name) is None:
             raise AttributionError(f"features at {one.hook_name!r}: give blocks.L. with one of {', '.join(_POINTS)}")
         if (point := child_of(model, *one.hook_name.split("."))) is None:
-            raise AttributionError(f"the model has {n_layers(model)} layers, and no hook point {one.hook_name}")
+            raise AttributionError(f"the model has {len(model.blocks)} layers, and no hook point {one.hook_name}")
         one.check(int(model.cfg.d_model), len(lengths), max(lengths))
         points[one.hook_name] = point
     return given, points

@@ -41,16 +41,15 @@ from ln_probe.hooks.model import (
     check_model,
     edits_on,
     evaluating,
+    facts_of,
     logit_factor,
-    missing_head,
-    n_layers,
     outputs,
     weight_of,
     with_float64,
 )
 from ln_probe.hooks.norm import INTACT, Norm, bias_of, gain_of
 from ln_probe.hooks.norm_edits import NormEdit
-from ln_probe.hooks.norms import norms_of
+from ln_probe.hooks.norms import structure_of
 
 TERMS = ("without_projection", "projection", "bias")
 COMPONENTS = ("heads", "layers")
@@ -247,14 +246,16 @@ class _End(NamedTuple):
 
 def _end_of(model: HookedModel) -> _End:
     """Return what the unembedding reads; raises SplitError where it is not known to be a sum."""
-    if reason := missing_head(model):
+    if reason := facts_of(model).missing_head:
         raise AttributionError(f"logits of this model cannot be attributed: {reason}")
-    W_U, b_U, size = weight_of(model, "W_U"), weight_of(model, "b_U"), outputs(model)
+    size = outputs(model)
+    W_U, b_U = weight_of(model, "W_U"), weight_of(model, "b_U")
     if W_U is None or W_U.ndim != 2:
         raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab]")
     W_U = with_float64(before_projection(model, W_U[:, :size].T).T)
     b_U = W_U.new_zeros(size) if b_U is None else with_float64(b_U[:size])
-    norms, cap = norms_of(model), getattr(model.cfg, "output_logits_soft_cap", None)
+    norms = structure_of(model).norms
+    cap = getattr(model.cfg, "output_logits_soft_cap", None)
     wiring = find_wiring(model, norms)
     norm = next((norm for norm in reversed(norms) if "unembed" in norm.reads.split("+")), None)
     place = END if norm is None else norm.name
@@ -412,7 +413,7 @@ def logit_lens(
         raise AttributionError(f"scale must be 'own' or 'final', got {scale!r}")
     hooked = check_model(model)
     with evaluating(hooked):
-        end, layers = _end_of(hooked), range(n_layers(hooked))
+        end, layers = _end_of(hooked), range(len(hooked.blocks))
         prompts = Prompts(hooked, tokens_or_cache, positions)
         by_row, errors = dict[int, Tensor](), list[float]()
         for rows, seen in prompts.records(end.wiring, end.place):

@@ -24,9 +24,9 @@ from ln_probe.analyses.attribution.features import Features, dictionaries
 from ln_probe.analyses.attribution.shared import MEAN, AttributionError, Prompts, Sums, one_of, part_columns, place
 from ln_probe.hooks.attention import Heads, read_heads
 from ln_probe.hooks.components import Part, Split, find_wiring, record
-from ln_probe.hooks.model import check_model, evaluating, n_layers
+from ln_probe.hooks.model import attentions, check_model, evaluating
 from ln_probe.hooks.norm import Norm, bias_of, gain_of
-from ln_probe.hooks.norms import attention_inputs
+from ln_probe.hooks.norms import structure_of
 from ln_probe.hooks.stream import AttentionInput, streaming, visible_keys
 
 AT_ONCE = 64  # positions whose parts are held at once: of GPT-2's shape 5 MB
@@ -146,11 +146,11 @@ def attribute_scores(
     """
     hooked = check_model(model)
     query = one_of(query=query, pos=pos, pos_slice=pos_slice)
-    layer = place(layer, n_layers(hooked), "layer", "the model")
+    layer = place(layer, len(hooked.blocks), "layer", "the model")
     if isinstance(against, str) and against != MEAN:
         raise AttributionError(f"against must be a position, {MEAN!r} or None, got {against!r}")
     with evaluating(hooked):
-        norms = attention_inputs(hooked)
+        norms = structure_of(hooked).attention_inputs
         wiring = find_wiring(hooked, norms)
         site = next((norm for norm in norms if layer in norm.attention_layers), None)
         if site is None:
@@ -163,7 +163,8 @@ def attribute_scores(
         for members in prompts.of_equal_length():
             if prompts.cache is None:
                 tokens, by_prompt = prompts.tokens(members), dict[int, AttentionInput]()
-                with streaming(hooked, tokens, [site], on_attention=by_prompt.__setitem__, layers=[layer]):
+                attn = {layer: attentions(hooked.blocks)[layer]}
+                with streaming(attn, tokens, [site], on_attention=by_prompt.__setitem__):
                     seen = record(hooked, tokens, range(tokens.numel()), norms, points, logits=False)
                 looks = list(by_prompt.values())
             else:

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float64, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.components import CachedPrompts, Part, Record, Wiring, record
-from ln_probe.hooks.model import HookedModel, outputs, whole_number
-from ln_probe.hooks.task import encode, tokenizer_of, unpadded_rows
+from ln_probe.hooks.model import HookedModel, facts_of, outputs, whole_number
+from ln_probe.hooks.task import encode, unpadded_rows
 
 MEAN = "mean"
 TOP = 12  # rows of `top`: what fits a notebook cell
@@ -174,10 +174,10 @@ def _token_rows(model: HookedModel, given: Any) -> list[Int[Tensor, " _"]]:
     rows = torch.as_tensor(given) if isinstance(given, np.ndarray) else [given] if isinstance(given, str) else given
     try:
         if isinstance(rows, list | tuple) and rows and isinstance(rows[0], str):
-            rows = [encode(model, text) for text in rows]
+            rows = [encode(facts_of(model), text) for text in rows]
         elif isinstance(rows, list | tuple) and rows and not hasattr(rows[0], "__len__"):
             rows = [rows]
-        return unpadded_rows(model, rows)
+        return unpadded_rows(facts_of(model), rows)
     except (TypeError, ValueError) as error:
         raise AttributionError(str(error)) from error
 
@@ -198,7 +198,7 @@ def _check_ids(model: HookedModel, ids: Tensor) -> None:
 
 
 def _id_of(model: HookedModel, text: str) -> int:
-    if (tokenizer := tokenizer_of(model)) is None:
+    if (tokenizer := facts_of(model).tokenizer) is None:
         raise AttributionError(f"this model has no tokenizer, so {text!r} cannot be looked up: give token ids")
     ids = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
     if len(ids) != 1:
@@ -216,7 +216,7 @@ def place(position: SupportsIndex, length: int, what: str, whole: str = "the pro
 
 def token_name(model: HookedModel, token: int, *, quoted: bool = True) -> str:
     """Return a token as text, or its id without a tokenizer."""
-    decode = getattr(tokenizer_of(model), "decode", None)
+    decode = getattr(facts_of(model).tokenizer, "decode", None)
     text = str(token if decode is None else decode([token]))
     return repr(text) if quoted and decode is not None else text
 

@@ -11,22 +11,15 @@ from torch import Tensor, nn
 from ln_probe.analyses.lab.norms import Norm
 
 
-def as_gpt2(model: Any, *, own_norms: bool = False) -> Any:
-    """Return a `GPT2LMHeadModel` with the weights and logits of a lab model.
+def as_gpt2(model: Any) -> Any:
+    """Return a `GPT2LMHeadModel` with the weights and logits of a lab model that lacks nothing (`not_gpt2`).
 
-    Args:
-        model: a `LabTransformer`, causal, its norms before attention and MLP.
-        own_norms: keep the lab's `Norm` in the places of LayerNorms where it is none, and an unembedding bias and
-            matrix of the model's own. Such a model is a GPT-2 in memory only: `from_pretrained` would not read it back.
-
-    Raises:
-        ValueError: GPT-2 has nothing of this kind (what is said first).
+    The lab's `Norm` stays where it is no LayerNorm, and so do an unembedding bias and matrix of the model's own; a
+    model with such parts is a GPT-2 in memory only: `from_pretrained` would not read it back.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     cfg = model.cfg
-    if problem := not_gpt2(cfg, own_norms=own_norms):
-        raise ValueError(f"GPT-2 has {problem}")
     ends, first = getattr(model.tokenizer, "eos_token_id", None), next(model.parameters())
     made: Any = GPT2LMHeadModel(
         GPT2Config(
@@ -49,16 +42,12 @@ def as_gpt2(model: Any, *, own_norms: bool = False) -> Any:
     return made
 
 
-def not_gpt2(cfg: Any, *, own_norms: bool = False) -> str:
-    """What GPT-2 has and a model of this `LabConfig` has not; empty if there is nothing."""
+def not_gpt2(cfg: Any) -> str:
+    """What GPT-2 has and a model of this `LabConfig` has not (kinds of norms apart); empty if there is nothing."""
     needed = {
-        "no unembedding bias": own_norms or not cfg.bias_unembed,
-        "a LayerNorm of radius sqrt(d_model) at every place": own_norms
-        or (cfg.radius is None and {cfg.norm, cfg.norm_mlp, cfg.norm_final} == {"layernorm"}),
         "a norm at every place": None not in (cfg.norm, cfg.norm_mlp, cfg.norm_final),
         "its norms before attention and MLP": cfg.norm_order == "pre",
         "learned positions and causal attention": cfg.positions == "learned" and cfg.causal,
-        "an unembedding that is the embedding": own_norms or cfg.tied,
         "heads as wide as d_model / n_heads": cfg.n_heads * (cfg.d_head or 0) == cfg.d_model,
     }
     return next((text for text, there in needed.items() if not there), "")

@@ -48,8 +48,7 @@ class Norm(nn.Module):
         gain, bias: with a learned gain `w`, a learned bias `b`, [d_model] each.
 
     Raises:
-        ValueError: unknown kind; radius, divisor or d_model not positive; eps negative; a divisor for a norm that
-            scales, or together with a radius.
+        ValueError: unknown kind; radius or divisor not positive; a divisor for a norm that scales, or with a radius.
     """
 
     divisor: Float[Tensor, ""] | None
@@ -68,12 +67,8 @@ class Norm(nn.Module):
         super().__init__()
         if kind not in NORM_KINDS:
             raise ValueError(f"unknown norm {kind!r}: known norms are {', '.join(NORM_KINDS)}")
-        if d_model < 1:
-            raise ValueError(f"d_model must be at least 1, got {d_model}")
         if radius is not None and not radius > 0:
             raise ValueError(f"radius must be positive, got {radius}")
-        if eps < 0:
-            raise ValueError(f"eps must not be negative, got {eps}")
         if divisor is not None and kind in SCALES:
             raise ValueError(f"a {kind!r} norm divides by each vector's own size: leave out divisor={divisor}")
         if divisor is not None and radius is not None:

@@ -4,8 +4,7 @@ Three kinds of numbers are measured (`interval`):
 
 mean    anything without a natural bound: Student's t over seeds
 share   a share of words, keys or draws, between 0 and 1: the beta (Clopper-Pearson) interval of a binomial with as many
-        trials as the spread between seeds says they are worth (Korn & Graubard 1998, Survey Methodology 24, "Confidence
-        intervals for proportions with small expected number of positive counts"); it cannot leave 0 to 1
+        trials as the spread between seeds says they are worth (Korn & Graubard 1998, Survey Methodology 24)
 log     errors over many orders of magnitude: Student's t of the logarithms; it cannot fall below 0
 
 A single seed has no interval. Differences are paired by seed, and Holm's p is over the contrasts that an experiment
@@ -66,8 +65,7 @@ def share_interval_of(mean: float, sd: float, seeds: int) -> tuple[float, float]
     """Return the Korn-Graubard interval from the mean, the standard deviation over seeds and their number.
 
     The effective number of trials is p (1 - p) over the variance of the mean, times (z / t)² for estimating that
-    variance from few seeds. Where all seeds agree, variance says nothing: then each seed counts as one trial, so three
-    seeds of three at 1 give [0.29, 1].
+    variance from few seeds. Where all agree, each seed is one trial: three seeds of three at 1 give [0.29, 1].
     """
     if seeds == 1:
         return np.nan, np.nan
@@ -207,8 +205,7 @@ def as_factors(differences: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
 def main_effects(values: pd.DataFrame) -> dict[str, pd.Series]:
     """Return both main effects per seed, of `norm`, `seed` and `value`.
 
-    The effect of scaling is the mean of the norms that scale minus the mean of those that do not; that of projection
-    likewise.
+    The effect of a term is the mean of the norms that have it minus the mean of those that do not.
     """
     cells = values.pivot(index="seed", columns="norm", values="value")
     effects = {}

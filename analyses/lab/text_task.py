@@ -27,8 +27,7 @@ from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.text import write_atomically
 
 VALID_SHARE = 0.05  # the end of every text is held out
-# From this size on, logits are made piece by piece: those of one window of 1024 tokens over GPT-2's vocabulary are
-# 206 MB, and a batch of 16 would need some 10 GB with its gradients.
+# From this size on, logits are made piece by piece: those of one window of 1024 tokens of GPT-2's are 206 MB.
 LARGE_VOCABULARY, PIECE = 16_384, 64
 
 

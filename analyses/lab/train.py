@@ -347,4 +347,4 @@ def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer
         {"params": matrices, "weight_decay": training.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return kind([group for group in groups if group["params"]], betas=training.betas)
+    return kind([group for group in groups if group["params"]], betas=training.betas, fused=True)

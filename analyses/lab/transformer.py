@@ -21,8 +21,7 @@ from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
 from ln_probe.analyses.lab.points import HookedRootModule, HookPoint
 
 INIT_STD = 0.02  # GPT-2's; output projections are divided by sqrt(2 n_layers), as there
-# Embeddings start ten times larger than GPT-2's: what a norm without scaling divides by is measured at initialization,
-# and from 0.02 the stream grows so far past it that such a model's loss was NaN within 751 steps (lr 2e-3).
+# Ten times GPT-2's: a norm without scaling divides by what it sees first; from 0.02 such a loss became NaN.
 EMBED_STD = 0.2
 ROTARY_BASE = 10000.0  # as in RoFormer and GPT-NeoX; sinusoidal positions have the same base
 
@@ -179,17 +178,10 @@ class Attention(nn.Module):
             return None
         return torch.zeros(length, length).to(like).masked_fill(hidden, -math.inf)
 
-    def forward(
-        self,
-        x: Float[Tensor, "batch pos d_model"],
-        key_input: Float[Tensor, "batch pos d_model"] | None = None,
-        *,
-        query_input: Float[Tensor, "batch pos d_model"] | None = None,
-        value_input: Float[Tensor, "batch pos d_model"] | None = None,
-    ) -> Float[Tensor, "batch pos d_model"]:
-        q = self.hook_q(self._project(x if query_input is None else query_input, self.W_Q, self.b_Q))
-        k = self.hook_k(self._project(x if key_input is None else key_input, self.W_K, self.b_K))
-        v = self.hook_v(self._project(x if value_input is None else value_input, self.W_V, self.b_V))
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        q = self.hook_q(self._project(x, self.W_Q, self.b_Q))
+        k = self.hook_k(self._project(x, self.W_K, self.b_K))
+        v = self.hook_v(self._project(x, self.W_V, self.b_V))
         if self.cfg.positions == "rotary":
             q, k = self.hook_rot_q(self._turn(q)), self.hook_rot_k(self._turn(k))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))

@@ -82,6 +82,7 @@ class Run:
         statistics: running sums over all prompts, of each norm of the measured layers.
         seed: of resamples.
         strata: what each prompt is a sample of, by name (its book, or its group); empty: unknown.
+        obstacle: why no loss of the model means anything; empty: it does.
     """
 
     model: HookedModel
@@ -95,6 +96,7 @@ class Run:
     statistics: Sequence[NormStatistics] = ()
     seed: int = 0
     strata: Sequence[str] = ()
+    obstacle: str = ""
 
     @property
     def measured_norms(self) -> list[Norm]:

@@ -44,11 +44,11 @@ from ln_probe.analyses.probes.edited_passes import (
 from ln_probe.analyses.probes.tables import CAUSAL, CAUSAL_PROMPTS
 from ln_probe.analyses.probes.wording import PRIMARY
 from ln_probe.analyses.text import counted
-from ln_probe.hooks.constants import FROZEN, OPTIMAL, UNIFORM, Constant, GradientError, edited_loss, loss_and_gradients
+from ln_probe.hooks.constants import FROZEN, OPTIMAL, UNIFORM, Constant, GradientError, slopes_of
 from ln_probe.hooks.edits import GROUPS, members
 from ln_probe.hooks.model import HookedModel, at_least_float32, device_of, evaluating, hooks_on, tensors_in
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, Norm, Variant
-from ln_probe.hooks.norm_edits import NormEdit
+from ln_probe.hooks.norm_edits import NormEdit, installed
 from ln_probe.hooks.norms import structure_of
 
 # The contrasts that are fixed before the data are those of primary variants ({scaling frozen, projection removed}) at
@@ -122,8 +122,8 @@ class Causal(Probe):
     def start(self, run: Run) -> Observer:
         if not run.measured_norms:
             return Observer()
-        if obstacle := run.loss.obstacle(run.model):
-            return Silent(f"causal: the loss is not applicable: {obstacle}")
+        if run.obstacle:
+            return Silent(f"causal: the loss is not applicable: {run.obstacle}")
         return _Watching(run, self)
 
 
@@ -221,15 +221,26 @@ class _Watching(Observer):
         for row in self.rows:
             if not row.is_frozen_primary or self.no_gradient:
                 continue
+            leaves = {norm.name: constants[norm.name].pair.requires_grad_() for norm in row.norms}
+            with torch.enable_grad():
+                edited = self._edited_loss(row, tokens, leaves)
             try:
-                loss, slopes = loss_and_gradients(self.model, row.norms, tokens, constants, objective=self.run.loss)
+                slopes = slopes_of(edited, leaves)
             except GradientError as error:
                 self.no_gradient = str(error)
                 return
+            loss = float(edited.detach())
             holds = self._holds(row, tokens, constants, slopes, loss, loss - self.intact[prompt])
             if holds < 1 and row.sites not in self.too_steep:
                 self.too_steep.append(row.sites)
             self.gradients[row.sites][prompt] = {n: (holds * a, holds * b) for n, (a, b) in slopes.items()}
+
+    def _edited_loss(self, row: Contrast, tokens: Int[Tensor, " pos"], pairs: Mapping[str, Tensor]) -> Tensor:
+        """Return the summed loss of a prompt with scaling frozen at these constants, by norm."""
+        rows = tokens[None].to(device_of(self.model.parameters()))
+        edits = [NormEdit.of(norm, row.variant.name, pairs[norm.name]) for norm in row.norms]
+        with installed(self.model, edits):
+            return self.run.loss.sums(self.model(rows, return_type="logits"), rows).sum()
 
     def _holds(
         self,
@@ -254,8 +265,7 @@ class _Watching(Observer):
             steps = zip((constants[name].first, constants[name].rest), slope, errors[name], strict=True)
             pairs[name] = Constant(*(max(c + math.copysign(e, g), c / 2) for c, g, e in steps)).pair
         with torch.no_grad():
-            rows = tokens[None].to(device_of(self.model))
-            after = float(edited_loss(self.model, row.norms, rows, pairs, SCALING_FROZEN.name, self.run.loss))
+            after = float(self._edited_loss(row, tokens, pairs))
         return min(1.0, abs(after - loss) / promised) if math.isfinite(after) else 1.0
 
     def finish(self) -> ProbeResults:
@@ -452,7 +462,7 @@ def norm_estimates(
         calls[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))
         return y + calls[name][-1][-1]
 
-    rows = tokens[None].to(device_of(model))
+    rows = tokens[None].to(device_of(model.parameters()))
     with torch.enable_grad(), hooks_on([(norm.module, partial(record, name)) for name, norm in norms.items()]):
         logits = at_least_float32(model(rows, return_type="logits"))[0, :-1]
         leaves = [leaf for each in calls.values() for *_, leaf in each]

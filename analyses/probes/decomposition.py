@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ln_probe.analyses.probes.base import Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import LAYERNORMS
-from ln_probe.hooks.model import n_layers
 from ln_probe.hooks.norm import Norm, bias_of, gain_of
 
 # What is measured of every vector: the columns of an array.
@@ -131,7 +130,7 @@ class _TermsObserver(Observer):
 
     def finish(self) -> ProbeResults:
         # A norm that attention reads can stand in the block before (post-norm): measured, but not asked for.
-        layers = {*self.run.layers, n_layers(self.run.model)}
+        layers = {*self.run.layers, len(self.run.model.blocks)}
         rows = [statistics.row() for statistics in self.run.statistics if statistics.site.layer in layers]
         notes = []
         if any(s.site.kind in ("rmsnorm", "scaling_only") for s in self.run.statistics):

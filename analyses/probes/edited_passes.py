@@ -32,12 +32,10 @@ from ln_probe.hooks.model import (
     Hook,
     HookedModel,
     attentions,
-    blocks,
     child_of,
     device_of,
     evaluating,
     hooks_on,
-    modules_of,
     run,
     tensors_in,
     weight_of,
@@ -67,10 +65,11 @@ def is_affordable(model: HookedModel, parts: int, prompts: Iterable[Int[Tensor, 
 
     A pass runs half of the blocks on average, and the unembedding.
     """
-    weights = sum(p.numel() for block in blocks(model) for p in block.parameters()) / 2
+    weights = sum(p.numel() for block in model.blocks for p in block.parameters()) / 2
     weights += int(model.cfg.d_model) * int(model.cfg.d_vocab)
     work = 2.0 * weights * parts * sum(map(len, prompts))
-    return work <= EXACT_WORK * (GPU_FACTOR if device_of(model).type == "cuda" else 1.0)
+    factor = GPU_FACTOR if device_of(model.parameters()).type == "cuda" else 1.0
+    return bool(work <= EXACT_WORK * factor)
 
 
 def choosing_prompts(groups: Int64[np.ndarray, " prompt"]) -> set[int]:
@@ -93,12 +92,10 @@ def largest(estimates: Iterable[Mapping[_Part, Sequence[float]]], count: int = L
     return sorted(sums, key=lambda part: -float(np.abs(sums[part]).sum()))[:count]
 
 
-def rows_at_once(model: HookedModel, length: int) -> int:
-    """Return how many rows of a length go through the model together: on a GPU as many as its memory allows."""
-    device = device_of(model)
+def rows_at_once(device: torch.device, cfg: Any, length: int) -> int:
+    """Return how many rows of a length go through a model together: on a GPU as many as its memory allows."""
     if device.type != "cuda":
         return max(1, TOKENS_AT_ONCE // length)
-    cfg: Any = model.cfg
     token = 8 * max(int(cfg.d_vocab), 40 * int(cfg.d_model)) + 16 * int(getattr(cfg, "n_heads", 0)) * length
     return max(1, torch.cuda.mem_get_info(device)[0] // 4 // (length * token))
 
@@ -146,17 +143,17 @@ class EditedPasses:
         differentiable: bool = False,
     ) -> None:
         self.model, self.objective = model, objective
-        self.tokens = tokens[None].to(device_of(model))
+        self.tokens = tokens[None].to(device_of(model.parameters()))
         outputs: list[Any] = []
         attended: dict[int, Any] = {}
-        record: list[Hook] = [(block, lambda *seen: outputs.append(seen[-1])) for block in blocks(model)]
-        record += [(attn, partial(_keep, attended, layer)) for layer, attn in attentions(model).items()]
+        record: list[Hook] = [(block, lambda *seen: outputs.append(seen[-1])) for block in model.blocks]
+        record += [(attn, partial(_keep, attended, layer)) for layer, attn in attentions(model.blocks).items()]
         with torch.set_grad_enabled(differentiable), hooks_on([*after, *record], before), _final(model) as final:
             output = model(self.tokens, return_type="logits")
             by_token = objective.by_token(output, self.tokens)
             self.loss = by_token.sum(-1, dtype=torch.float64)[0]
         self.by_token, self.edited_by_token = by_token.detach()[0].double(), dict[int, Tensor]()
-        is_whole = len(outputs) == len(blocks(model))  # not blocks that run twice, or not at all
+        is_whole = len(outputs) == len(model.blocks)  # not blocks that run twice, or not at all
         self._outputs = [mapped(Tensor.detach, output) for output in outputs] if is_whole else []
         self._attended = {layer: mapped(Tensor.detach, output) for layer, output in attended.items()}
         self._unembedding = None
@@ -190,7 +187,7 @@ class EditedPasses:
 
     def _parts(self, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
         """Yield what goes through the model together: parts of equal size, so that none is a straggler."""
-        parts = -(-len(numbers) // rows_at_once(self.model, self.tokens.shape[1]))
+        parts = -(-len(numbers) // rows_at_once(self.tokens.device, self.model.cfg, self.tokens.shape[1]))
         for part in range(parts):
             tell_inner(f"edited passes: {len(numbers) * part // parts} of {len(numbers)}")
             yield numbers[len(numbers) * part // parts : len(numbers) * (part + 1) // parts]
@@ -224,14 +221,15 @@ class EditedPasses:
         if not self._outputs or layer not in self._attended:
             yield
             return
-        attn, output = attentions(self.model)[layer], mapped(partial(_repeated, rows), self._attended[layer])
+        attn = attentions(self.model.blocks)[layer]
+        output = mapped(partial(_repeated, rows), self._attended[layer])
         with replaced_forward(attn, lambda *_args, **_kwargs: output):
             yield
 
     def losses_of_rows(self, rows: int, start: int, edits: AbstractContextManager[None]) -> Float[Tensor, "row next"]:
         """Return the loss of each token in each of `rows` copies of the prompt under edits from a block on."""
         tokens = self.tokens.expand(rows, -1)
-        skipped = blocks(self.model)[: start if self._outputs else 0]
+        skipped = self.model.blocks[: start if self._outputs else 0]
         with (
             passed_over(skipped, self._outputs, rows),
             edits,
@@ -354,7 +352,7 @@ class PlainAttention:
     def __init__(self, model: HookedModel, is_tuple: bool) -> None:
         self._is_tuple = is_tuple
         self._layers: list[tuple[nn.Module, Tensor, Tensor, Tensor, Tensor, int]] = []
-        for attn in attentions(model).values():
+        for attn in attentions(model.blocks).values():
             weights = [getattr(attn, f"W_{letter}").detach() for letter in "QKV"]
             biases = [getattr(attn, f"b_{letter}").detach().reshape(-1) for letter in "QKV"]
             heads, d, _ = weights[0].shape
@@ -368,11 +366,11 @@ class PlainAttention:
 
         None also where hook points have hooks, which would not be called, and in 16-bit formats.
         """
-        points = modules_of(model)
-        if any(getattr(m, "fwd_hooks", None) or getattr(m, "bwd_hooks", None) for m in points):
+        if any(getattr(m, "fwd_hooks", None) or getattr(m, "bwd_hooks", None) for m in model.modules()):
             return None
         outputs: list[Any] = []
-        record: list[Hook] = [(attn, lambda *seen: outputs.append(seen[-1])) for attn in attentions(model).values()]
+        layers = attentions(model.blocks).values()
+        record: list[Hook] = [(attn, lambda *seen: outputs.append(seen[-1])) for attn in layers]
         with evaluating(model):
             with hooks_on(record):
                 logits = run(model, tokens[None], return_type="logits")

@@ -82,15 +82,11 @@ class HeadEffects(Probe):
         norms = {layer: reading[layer] for layer in sorted(set(run.layers) & set(reading))}
         if not norms:
             return Observer()
-        if obstacle := run.loss.obstacle(run.model):
-            return Silent(f"head_effects: nothing was measured: {obstacle}")
-        heads = {
-            layer: [head for head in range(head_count(run.model, layer)) if run.heads is None or head in run.heads]
-            for layer in norms
-        }
+        if run.obstacle:
+            return Silent(f"head_effects: nothing was measured: {run.obstacle}")
         lost = structure_of(run.model).lost_at(list(dict.fromkeys(norms.values())))
         norms = {layer: norm for layer, norm in norms.items() if norm.name not in lost}
-        watching = _Watching(run, self, norms, heads, [f"head_effects: {reason}" for reason in lost.values()])
+        watching = _Watching(run, self, norms, [f"head_effects: {reason}" for reason in lost.values()])
         try:
             watching.check()
         except ValueError as error:  # attention without hook points, or that does not read the norm's output
@@ -108,7 +104,7 @@ class _IntactHeads:
     """
 
     def __init__(self, watching: _Watching, prompt: int) -> None:
-        self._model, self._norms = watching.run.model, watching.norms
+        self._layers, self._norms, self._counts = watching.layers, watching.norms, watching.counts
         self._constants = watching.run.constants.of(prompt)
         self._variants = watching.variants
         self._read: dict[str, tuple[Tensor, Tensor]] = {}
@@ -120,8 +116,8 @@ class _IntactHeads:
     def hooks(self) -> tuple[list[Hook], list[Hook]]:
         """Return the hooks and pre-hooks of the intact pass."""
         after: list[Hook] = [(norm.module, partial(self._on_norm, norm)) for norm in self._norms.values()]
-        after += [(z_point(self._model, layer), partial(self._on_z, layer)) for layer in self._norms]
-        before: list[Hook] = [(attentions(self._model)[i], partial(self._on_attention, i)) for i in self._norms]
+        after += [(z_point(self._layers[layer]), partial(self._on_z, layer)) for layer in self._norms]
+        before: list[Hook] = [(self._layers[layer], partial(self._on_attention, layer)) for layer in self._norms]
         return after, before
 
     def _on_norm(self, norm: Norm, _m: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
@@ -129,7 +125,7 @@ class _IntactHeads:
             x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
             self._read[norm.name] = x.detach(), y.detach()
 
-    def _on_attention(self, layer: int, _m: nn.Module, args: Any, kwargs: Any) -> None:
+    def _on_attention(self, layer: int, attn: nn.Module, args: Any, kwargs: Any) -> None:
         """Run the attention on what the edited norm gives."""
         norm = self._norms[layer]
         x, y = self._read[norm.name]
@@ -141,15 +137,15 @@ class _IntactHeads:
             self._inside = True
             try:
                 with torch.no_grad():
-                    z = z_of(self._model, layer, args, kwargs, y, edit.output(x).to(y.dtype))
+                    z = z_of(attn, args, kwargs, y, edit.output(x).to(y.dtype))
             finally:
                 self._inside = False
-            self.edited[layer, variant] = by_head(z, head_count(self._model, layer))[0]
+            self.edited[layer, variant] = by_head(z, self._counts[layer])[0]
 
     def _on_z(self, layer: int, _m: nn.Module, _args: Any, _kwargs: Any, z: Tensor) -> Tensor | None:
         if self._inside:
             return None
-        self.z[layer] = by_head(z.detach(), head_count(self._model, layer))[0]
+        self.z[layer] = by_head(z.detach(), self._counts[layer])[0]
         if not torch.is_grad_enabled():
             return None
         self.leaves[layer] = torch.zeros_like(z, requires_grad=True)
@@ -159,19 +155,15 @@ class _IntactHeads:
 class _Watching(Observer):
     """Measures the summed loss of each prompt with each head edited."""
 
-    def __init__(
-        self,
-        run: Run,
-        probe: HeadEffects,
-        norms: Mapping[int, Norm],
-        heads: Mapping[int, Sequence[int]],
-        notes: Sequence[str],
-    ) -> None:
+    def __init__(self, run: Run, probe: HeadEffects, norms: Mapping[int, Norm], notes: Sequence[str]) -> None:
         self.run, self.norms, self.notes, self.variants = run, norms, notes, probe.variants
+        self.layers = attentions(run.model.blocks)
+        self.counts = {layer: head_count(self.layers[layer], run.model.cfg) for layer in norms}
         self.places: list[Place] = [
             (layer, head, variant)
             for layer, norm in norms.items()
-            for head in heads[layer]
+            for head in range(self.counts[layer])
+            if run.heads is None or head in run.heads
             for variant in self.variants
             if VARIANTS[variant].effect(norm)
         ]
@@ -205,7 +197,7 @@ class _Watching(Observer):
                 by_layer = dict(zip(heads.leaves, slopes, strict=True))
                 for layer, head, variant in self.places:
                     change = heads.edited[layer, variant][:, head] - heads.z[layer][:, head]
-                    slope = by_head(by_layer[layer], head_count(self.run.model, layer))[0, :, head]
+                    slope = by_head(by_layer[layer], self.counts[layer])[0, :, head]
                     self.estimates[layer, head, variant][prompt] = float((slope * change).sum(dtype=torch.float64))
             together: dict[tuple[int, str], list[int]] = {}
             for layer, head, variant in self.chosen:
@@ -225,7 +217,7 @@ class _Watching(Observer):
         def replace(_m: nn.Module, _args: Any, _kwargs: Any, value: Tensor) -> Tensor:
             return z.reshape(value.shape).to(value.dtype)
 
-        return hooks_on([(z_point(self.run.model, layer), replace)])
+        return hooks_on([(z_point(self.layers[layer]), replace)])
 
     def finish(self) -> ProbeResults:
         notes = [*self.notes]

@@ -32,6 +32,7 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.probes.causal import Causal
+from ln_probe.hooks.model import facts_of
 from ln_probe.hooks.task import encode
 
 HERE = Path(__file__).parent
@@ -106,7 +107,7 @@ def books(model: Any, limit: int) -> list[list[int]]:
         count = PROMPTS // len(BOOKS) + (number < PROMPTS % len(BOOKS))
         starts = np.linspace(0, len(held_out) - 8 * limit, count).astype(int)
         windows = (re.sub(r"^\S*\s+", "", held_out[s : s + 8 * limit]) for s in generator.permutation(starts))
-        by_book.append([encode(model, window)[:limit].tolist() for window in windows])
+        by_book.append([encode(facts_of(model), window)[:limit].tolist() for window in windows])
     return [row for rows in zip_longest(*by_book) for row in rows if row is not None]
 
 
@@ -122,7 +123,7 @@ def wikitext(model: Any, limit: int) -> list[list[int]]:
     lines = corpus(WIKITEXT).splitlines()
     passages = [run for run in map(_known_sentences, lines) if len(run.split()) >= 80]
     chosen = np.linspace(0, len(passages) - 1, PROMPTS).astype(int)
-    rows = [encode(model, _plain_text(passages[i]))[:limit].tolist() for i in chosen]
+    rows = [encode(facts_of(model), _plain_text(passages[i]))[:limit].tolist() for i in chosen]
     unknown = getattr(model.tokenizer, "unk_token_id", None)
     if 2 * sum(row.count(unknown) for row in rows) > sum(map(len, rows)):
         raise ValueError("most words of wikitext-2 are unknown to the model's tokenizer: its vocabulary is another")

@@ -222,7 +222,7 @@ def lab_model(trained: LabTransformer, source: ModelSource, world: World | None)
     Raises:
         ValueError: such a model and a world, or logits that are not the lab model's.
     """
-    if missing := not_gpt2(trained.cfg, own_norms=True):
+    if missing := not_gpt2(trained.cfg):
         if world is not None:
             raise ValueError(
                 f"{source.name} can only be used as it was trained: a TransformerLens model here is a GPT-2, which has "
@@ -299,7 +299,7 @@ class NormBridge(NormalizationBridge):
 
 
 def _lab_bridge(trained: LabTransformer) -> nn.Module:
-    gpt2 = as_gpt2(trained, own_norms=True)
+    gpt2 = as_gpt2(trained)
     gpt2.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
     norms = dict(_norms(trained))
 

@@ -28,9 +28,9 @@ from ln_probe.analyses.text import disarmed, shortened, visible, write_text
 from ln_probe.exhibits import TOKENS_SHOWN, PromptAttention, to_bytes
 from ln_probe.hooks.attention import UnsupportedAttentionError, read_heads
 from ln_probe.hooks.edits import without
-from ln_probe.hooks.model import check_model, evaluating, n_layers
+from ln_probe.hooks.model import check_model, evaluating
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN, VARIANTS
-from ln_probe.hooks.norms import attention_inputs
+from ln_probe.hooks.norms import structure_of
 from ln_probe.hooks.stream import AttentionInput, stream
 from ln_probe.page import circuitsvis_script, compressed, own_script, packed, render
 from ln_probe.page.figures import interval
@@ -390,7 +390,7 @@ def attention(
     rows = Prompts(hooked, text).rows
     if len(rows) != 1:
         raise ValueError("attention is shown of one text: give a text or the token ids of one prompt")
-    layer, norms = place(layer, n_layers(hooked), "layer", "the model"), attention_inputs(hooked)
+    layer, norms = place(layer, len(hooked.blocks), "layer", "the model"), structure_of(hooked).attention_inputs
 
     def look() -> AttentionInput:
         seen = list[AttentionInput]()

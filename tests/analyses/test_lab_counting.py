@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ln_probe.analyses.lab.counting import counters, tasks, traces
+from ln_probe.analyses.lab.counting import tasks, traces
 from ln_probe.analyses.lab.counting.counters import Cell, exact_to
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS
@@ -75,20 +75,19 @@ def test_exactness_of_known_networks(letters: int) -> None:
 
 
 @pytest.mark.parametrize(("cell", "site", "norm"), [
-    *((cell, "state", norm) for cell in ("lstm", "gru", "rnn_relu") for norm in NORM_KINDS[:3]),
+    *((cell, site, norm) for cell in ("gru", "rnn_tanh") for site in ("state", "gates") for norm in NORM_KINDS[:3]),
     *((cell, "nowhere", "none") for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
-    ("lstm", "readout", "layernorm"), *((cell, "gates", "scaling_only") for cell in ("lstm", "gru", "rnn_tanh")),
+    *(("lstm", site, norm) for site in ("state", "readout", "gates") for norm in NORM_KINDS[:3]),
 ])  # fmt: skip
 def test_a_norm_in_the_cell_by_definition(cell: str, site: str, norm: str) -> None:
-    """The equations of each cell letter by letter, with the laboratory's norm at its place."""
+    """The equations of each cell letter by letter, with the laboratory's norm at its place; values and gradients."""
     torch.manual_seed(0)
     layer = RecurrentConfig(cell, 3, 2, norm=norm, norm_site=site).build().double().layers[0]
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight.add_(0.3 * torch.randn_like(weight))
+    for weight in layer.parameters():
+        weight.data += 0.3 * torch.randn_like(weight)
     x = torch.randn(5, 7, 4, dtype=torch.float64)
     w_ih, w_hh, b_ih, b_hh = layer.weights.parameters()
-    h = c = torch.zeros(5, 10, dtype=torch.float64)
+    h, c = states = [torch.zeros(5, 10).double()] * 2
     for t in range(7):
         i, r = x[:, t] @ w_ih.T, h @ w_hh.T
         if site == "gates":
@@ -99,16 +98,19 @@ def test_a_norm_in_the_cell_by_definition(cell: str, site: str, norm: str) -> No
             c = keep.sigmoid() * c + put.sigmoid() * new.tanh()
             c = layer.norm_state(c) if site == "state" else c
             h = show.sigmoid() * (layer.norm_state(c) if site == "readout" else c).tanh()
-            continue
-        if cell == "gru":
+        elif cell == "gru":
             (i_r, i_z, i_n), (r_r, r_z, r_n) = i.chunk(3, dim=-1), r.chunk(3, dim=-1)
             z = (i_z + r_z).sigmoid()
             h = z * h + (1 - z) * (i_n + (i_r + r_r).sigmoid() * r_n).tanh()
         else:
             h = (i + r).tanh() if cell == "rnn_tanh" else (i + r).relu()
-        h = layer.norm_state(h) if site == "state" else h
+        h = layer.norm_state(h) if site == "state" and cell != "lstm" else h
+        states.append(h)
+    expected, weights, parameters = torch.stack(states[2:], dim=1), torch.randn(7, 10).double(), [*layer.parameters()]
+    gradients = torch.autograd.grad((expected * weights).sum(), parameters)
     for out in (layer(x), layer.unfused(x)):  # torch's kernel, where there is no norm, and step by step
-        torch.testing.assert_close(out[:, -1], h, rtol=1e-10, atol=1e-10)
+        actual = (out, *torch.autograd.grad((out * weights).sum(), parameters))
+        torch.testing.assert_close(actual, (expected, *gradients), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("cell", ["qrnn", "qrnn f", "qrnn ifo"])
@@ -132,7 +134,7 @@ def test_qrnn_by_definition(cell: str) -> None:
     (Cell("lstm"), 60), (Cell("rnn_relu"), 60), (Cell("mirrored lstm"), 60),
     (Cell("mirrored lstm", "projection_only", "state"), 60), (Cell("lstm", "projection_only", "state"), 1),
     (Cell("mirrored lstm", "scaling_only", "state"), 0), (Cell("rnn_relu", "layernorm", "state"), 0),
-    *((Cell("gru", step=k), math.isqrt(int(counters.UNREAD * 2**k))) for k in (6, 8, 10, 12)),
+    *((Cell("gru", step=k), math.isqrt(int(0.73 * 2**k))) for k in (6, 8, 10, 12)),  # of a step: 0 and 1 look alike
     (Cell("gru", step=24), 1),
 ])  # fmt: skip
 def test_to_which_n_a_counter_is_exact(cell: Cell, exact: int) -> None:

@@ -21,7 +21,7 @@ FORMS: list[dict[str, Any]] = [{}, {"positions": "rotary", "norm": "scaling_only
 
 def measures(model: Any) -> list[Tensor]:
     """Return numbers of everything that takes tokens or a cache."""
-    tokens = TOKENS.to(hooked_models.device_of(model))
+    tokens = TOKENS.to(hooked_models.device_of(model.parameters()))
     _, cache = model.run_with_cache(tokens)
     neurons = Features("blocks.0.hook_mlp_out", model.blocks[0].mlp.W_out, cache["blocks.0.mlp.hook_post"])
     results: list[Any] = []

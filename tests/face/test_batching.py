@@ -12,6 +12,7 @@ from same_findings import assert_same_findings
 
 import ln_probe
 from ln_probe import passes
+from ln_probe.hooks.model import attentions
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream, streaming
 
@@ -31,9 +32,9 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     seen: list[list[int]] = []
     streaming = passes.streaming
 
-    def counted(model: Any, rows: Any, *more: Any) -> Any:
+    def counted(layers: Any, rows: Any, *more: Any) -> Any:
         seen.append([len(r) for r in rows])
-        return streaming(model, rows, *more)
+        return streaming(layers, rows, *more)
 
     monkeypatch.setattr(passes, "streaming", counted)
     return seen
@@ -60,7 +61,7 @@ def test_events_of_several_prompts_are_those_of_each(arch: str) -> None:
     attention: dict[tuple[int, int], Any] = {}
     together = torch.stack(rows)
     with streaming(
-        model,
+        attentions(model.blocks),
         together,
         sites,
         on_norm=lambda i, s, x, y: norms.update({(i, s.name): torch.stack([x, y])}),

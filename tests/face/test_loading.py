@@ -21,7 +21,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from ln_probe.analyses.lab.transformer import LabConfig
-from ln_probe.hooks.model import missing_head
+from ln_probe.hooks.model import facts_of
 from ln_probe.loading import convert
 from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
 from ln_probe.loading.source import sha256_of_files
@@ -228,7 +228,7 @@ def test_a_folder_is_loaded_faithfully_or_refused_in_a_line(
         source = source_of(first)
         assert source.weights_sha256 == sha256_of_files([*folder.glob("*model*.safetensors"), *folder.glob("*.bin")])
         (note,) = (note for note in source.notes if word in note)
-        assert missing_head(first) == (note if word == "meaningless" else "")
+        assert facts_of(first).missing_head == (note if word == "meaningless" else "")
     assert not (folder / "ran").exists(), "code that came with the model was run"
 
 

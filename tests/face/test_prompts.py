@@ -14,7 +14,8 @@ from architectures import make_bridge, make_hooked
 
 import ln_probe
 from ln_probe.hooks import without
-from ln_probe.hooks.task import CALIBRATION, MEASURED, bundled_texts, special_tokens
+from ln_probe.hooks.model import facts_of
+from ln_probe.hooks.task import CALIBRATION, MEASURED, bundled_texts
 from ln_probe.prompts import make_prompts, read_prompts, read_token_names
 
 ROWS = [[5, 6, 7, 8], [9, 10]]
@@ -202,7 +203,7 @@ def test_a_model_without_a_tokenizer_needs_prompts(make: Any) -> None:
 
 def test_end_tokens_are_those_of_the_configuration(model: Any) -> None:
     model.original_model.config.eos_token_id = [3, 50256]
-    assert special_tokens(model, "eos") == [3]
+    assert facts_of(model).special["eos"] == [3]
 
 
 # --------------------------------------------------------------------------------------------- what cannot be used

@@ -14,22 +14,22 @@ from architectures import make_bridge, make_hooked
 from small_models import lab
 
 from ln_probe.hooks import constants, find_norms, without
-from ln_probe.hooks.constants import Constant, GradientError, fit, loss_and_gradients, mean_sigmas
+from ln_probe.hooks.constants import Constant, GradientError, fit, mean_sigmas, slopes_of
 from ln_probe.hooks.edits import members
 from ln_probe.hooks.norm import Norm
-from ln_probe.hooks.task import Objective, bundled_prompts
+from ln_probe.hooks.norm_edits import NormEdit, installed
+from ln_probe.hooks.task import Objective
 from ln_probe.models import bundled_folder, bundled_models, load_model, shipped_constants
 from ln_probe.prompts import summary
 
 TOKENS = torch.arange(1, 21).view(2, 10)
-PARALLEL = {"parallel_attn_mlp": True}
 
 pytestmark = pytest.mark.filterwarnings("ignore:the fit of loss-optimal constants did not converge")
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float64) -> Any:
     if name == "hooked":
-        return make_hooked(**PARALLEL, dtype=dtype)
+        return make_hooked(parallel_attn_mlp=True, dtype=dtype)
     return make_bridge(name, dtype)
 
 
@@ -37,6 +37,14 @@ def measured(model: Any, reads: str = "") -> tuple[list[Norm], dict[str, Constan
     """The norms of a model (or those with one reader), and their mean sigmas on TOKENS."""
     norms = [n for n in find_norms(model) if reads in ("", n.reads)]
     return norms, mean_sigmas(model, norms, list(TOKENS))
+
+
+def loss_and_slopes(model: Any, norms: Any, tokens: Any, constants: Any, variant: str = "no_scaling") -> Any:
+    """The summed loss with constants for the sigmas of norms, and its derivatives by them."""
+    leaves = {norm.name: constants[norm.name].pair.requires_grad_() for norm in norms}
+    with installed(model, [NormEdit.of(norm, variant, leaves[norm.name]) for norm in norms]):
+        loss = Objective().sums(model(tokens, return_type="logits"), tokens).sum()
+    return float(loss.detach()), slopes_of(loss, leaves)
 
 
 def loss_by_hand(model: Any, sites: list[Norm], constants: dict[str, Constant], variant: str = "no_scaling") -> float:
@@ -65,7 +73,7 @@ def test_gradients_are_finite_differences(name: str, variant: str, monkeypatch: 
     monkeypatch.setattr(F, "softmax", lambda scores, dim=None, dtype=None, **_: softmax(scores, dim))
     model = model_of(name)
     sites, constants = measured(model)
-    loss, gradients = loss_and_gradients(model, sites, TOKENS, constants, variant=variant)
+    loss, gradients = loss_and_slopes(model, sites, TOKENS, constants, variant=variant)
     assert loss == pytest.approx(loss_by_hand(model, sites, constants, variant), rel=1e-12)
     assert set(gradients) == {s.name for s in sites}
     for site in sites:
@@ -77,31 +85,23 @@ def test_gradients_are_finite_differences(name: str, variant: str, monkeypatch: 
             assert gradients[site.name][place] == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-7)
 
 
-def test_gradients_of_prompts_norms_and_losses() -> None:
-    """Of a batch the sums of its prompts; of the edited norms alone; of a user's loss, of one token, of an MLP whose
-    output matrix is 0, as some models start (the other norms have theirs)."""
-
-    def negative(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return -Objective().sums(logits, tokens)
-
+def test_gradients_of_prompts_and_norms() -> None:
+    """Of a batch the sums of its prompts; of some norms alone; of one token; of an MLP whose output matrix is 0."""
     model = make_bridge("gpt2", torch.float64)
     sites, constants = measured(model)
-    together = loss_and_gradients(model, sites, TOKENS, constants)
-    alone = [loss_and_gradients(model, sites, row, constants) for row in TOKENS]
+    together = loss_and_slopes(model, sites, TOKENS, constants)
+    alone = [loss_and_slopes(model, sites, row[None], constants) for row in TOKENS]
     assert together[0] == pytest.approx(sum(loss for loss, _ in alone), rel=1e-12)
     for name, pair in together[1].items():
         for place, value in enumerate(pair):
             assert value == pytest.approx(sum(g[name][place] for _, g in alone), rel=1e-9, abs=1e-12)
-    other, negated = loss_and_gradients(model, sites, TOKENS[0], constants, objective=Objective.of(negative))
-    assert other == -alone[0][0]
-    assert negated == {name: (-first, -rest) for name, (first, rest) in alone[0][1].items()}
     some, known = measured(model, "attention")
-    assert set(loss_and_gradients(model, some, TOKENS[0], known)[1]) == {"blocks.0.ln1", "blocks.1.ln1"}
-    loss, gradients = loss_and_gradients(model, sites, TOKENS[0, :1], constants)
+    assert set(loss_and_slopes(model, some, TOKENS[:1], known)[1]) == {"blocks.0.ln1", "blocks.1.ln1"}
+    loss, gradients = loss_and_slopes(model, sites, TOKENS[:1, :1], constants)
     assert (loss, set(gradients.values())) == (0.0, {(0.0, 0.0)})
     with torch.no_grad():
         model.original_model.transformer.h[1].mlp.c_proj.weight.zero_()
-    _, gradients = loss_and_gradients(model, sites, TOKENS, constants)
+    _, gradients = loss_and_slopes(model, sites, TOKENS, constants)
     assert [name for name, pair in gradients.items() if pair == (0.0, 0.0)] == ["blocks.1.ln2"]
 
 
@@ -118,12 +118,11 @@ def one_norm() -> tuple[Any, Norm, list[torch.Tensor], torch.Tensor]:
 
 
 def test_the_fit_of_a_quadratic_loss_is_known(one_norm: Any) -> None:
-    """A model with one norm, before the unembedding, and the squared distance to the intact logits as the loss.
+    """The loss is the squared distance to the intact logits.
 
     With z_t the projected vector at position t, read through gain and unembedding, the intact logits are z_t / sigma_t
     and the edited ones z_t / c. The loss sum_t |z_t|² (1/c - 1/sigma_t)² is quadratic in 1/c, and smallest at
-    1/c = sum_t |z_t|²/sigma_t / sum_t |z_t|²: the best constant is a weighted harmonic mean of the sigmas. Position 0
-    and the others do not interact.
+    1/c = sum_t |z_t|²/sigma_t / sum_t |z_t|²: a weighted harmonic mean, at position 0 and elsewhere.
     """
     model, site, logits, sigma = one_norm
     size = torch.stack([row.pow(2).sum(-1) for row in logits]) * sigma**2
@@ -206,7 +205,7 @@ def test_bundled_models_bring_constants_for_their_weights(name: str) -> None:
     assert (shipped is None) == (not wanted)
     if shipped is not None:
         assert shipped["weights_sha256"] == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-        assert shipped["prompts_sha256"] == summary("", bundled_prompts(model).measured)["sha256"]
+        assert shipped["prompts_sha256"] == summary("", model.bundled_prompts.measured)["sha256"]
         assert {g: [set(half) for half in both] for g, both in shipped["halves"].items()} == {
             g: [names, names] for g, names in wanted.items()
         }

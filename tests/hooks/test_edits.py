@@ -190,10 +190,7 @@ def test_training_mode_is_reported() -> None:
     model = make_bridge("gpt2")
     model.train()
     model.blocks[0].eval()
-    with (
-        pytest.warns(UserWarning, match="dropout"),
-        without(model, "scaling", tokens=TOKENS),
-    ):
+    with pytest.warns(UserWarning, match="dropout"), without(model, "scaling", tokens=TOKENS):
         assert model.training
     assert model.training
     assert not model.blocks[0].training  # each module keeps its own mode

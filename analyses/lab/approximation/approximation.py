@@ -2,10 +2,9 @@
 
 After Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), section
 6. Where a trained error lies far above the optimum, optimization failed and not expressivity; two learning rates show
-how much that is worth. The published model has no norm: here one is put before or after its sublayers. Optima are least
-squares over the heads' coefficients in float64, for slopes that were searched for (up to four heads) or laid out
-evenly: upper bounds of the least error. `longer_inputs`: 4a and 4b, fitted to 1000 inputs without an FFN, on up to
-8000. Such a model is affine in its inputs, so its error on any length is a sum over lags and nothing is sampled.
+how much that is worth. The published model has no norm: here one is put before or after its sublayers. Optima are
+upper bounds of the least error (`relative.linear_optimum`). `longer_inputs`: 4a and 4b, fitted to 1000 inputs without
+an FFN, on up to 8000. Such a model is affine in its inputs, so its error on any length is a sum over lags.
 """
 
 from __future__ import annotations
@@ -89,13 +88,9 @@ class ApproximationTask(Task):
     @cached_property
     def _evaluation(self) -> Float[Tensor, "batch pos"]:
         x = self.batch(0, EVALUATION_INPUTS, EVALUATION_SEED)
-        if (
-            self.target == relative.ADAPTIVE
-        ):  # each of the eight combinations equally often, so that the bound holds on them
-            signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=3)))
-            x[:, [relative.LENGTH - 1, relative.IF_PLUS - 1, relative.IF_MINUS - 1]] = signs.repeat(
-                EVALUATION_INPUTS // len(signs), 1
-            )
+        if self.target == relative.ADAPTIVE:  # each of the eight combinations equally often: the bound holds on them
+            signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=3))).repeat(EVALUATION_INPUTS // 8, 1)
+            x[:, [relative.LENGTH - 1, relative.IF_PLUS - 1, relative.IF_MINUS - 1]] = signs
         return x
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -206,22 +201,20 @@ def attainable(row: Mapping[Any, Any]) -> float:
 
 def norm_factors(frame: pd.DataFrame) -> pd.DataFrame:
     """By what factor a norm changes the squared error: a geometric mean over seeds of pairs with the same batches."""
-    errors = results.select(frame, measure="mse").assign(value=lambda t: np.log(t["value"].astype(float)))
     same = [key for key in KEYS if key not in ("norm", "norm_order")]
-    pairs = results.minus_reference(errors, errors["norm"] == "none", [*same, "seed"])
-    return results.as_factors(results.contrasted(pairs, KEYS), KEYS)
+    return _factors(frame, frame["norm"] == "none", same, KEYS)
 
 
 def dot_product_factors(frame: pd.DataFrame) -> pd.DataFrame:
-    """By what factor the dot product changes the squared error (3a): geometric means over seeds.
+    """By what factor the dot product changes the squared error without a norm (3a)."""
+    plain, keys = results.select(frame, norm="none"), ["target", "kernel", "heads", "width"]
+    return _factors(plain, ~plain["dot_product"].astype(bool), [*keys, "norm_order", "lr"], keys)
 
-    Returns:
-        `target, kernel, heads, width, factor, low, high` (95 %), `seeds, p, p_holm`.
-    """
-    errors = results.select(frame, measure="mse", norm="none")
-    logs = errors.assign(value=np.log(errors["value"].astype(float)))
-    keys = ["target", "kernel", "heads", "width"]
-    pairs = results.minus_reference(logs, ~logs["dot_product"].astype(bool), [*keys, "norm_order", "lr", "seed"])
+
+def _factors(frame: pd.DataFrame, reference: pd.Series, same: Sequence[str], keys: Sequence[str]) -> pd.DataFrame:
+    """Factors between squared errors and those of the reference rows with the same `same` and seed."""
+    errors = results.select(frame, measure="mse").assign(value=lambda t: np.log(t["value"].astype(float)))
+    pairs = results.minus_reference(errors, reference.loc[errors.index], [*same, "seed"])
     return results.as_factors(results.contrasted(pairs, keys), keys)
 
 
@@ -233,8 +226,7 @@ def trained_exponents(frame: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         `target, kernel, width, lr, heads` ("1, 4, 16, 64"), what `contrasted` gives of a, where error ~ H^-a, and
-        `residual` (root mean square of the log10 error about the lines, the mean over seeds); of models without a norm
-        and without the dot product, with at least FEWEST numbers of heads.
+        `residual` (root mean square of the log10 error about the lines); of models without a norm and dot product.
     """
     keys = ["target", "kernel", "width", "lr"]
     errors = results.select(frame[frame["target"] != relative.ADAPTIVE], measure="mse", norm="none", dot_product=False)
@@ -261,9 +253,7 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     )
     trained = memory.assign(line=memory["lr"].map("trained, rate {:g}".format))
     axes: dict[str, Any] = {"xscale": "log", "yscale": "log", "ylabel": "squared error"}
-    return {
-        "heads": results.line_panels(pd.concat([trained, best]), ["target", "kernel"], "heads", "line", **axes),
-    }
+    return {"heads": results.line_panels(pd.concat([trained, best]), ["target", "kernel"], "heads", "line", **axes)}
 
 
 LENGTHS = (1000, 1250, 1500, 2000, 4000, 8000)

@@ -3,8 +3,7 @@
 The two language-model comparisons of Wang & E (2024, section 6: 1a and 3b), which train on OpenWebText for a GPU,
 scaled down to models that a CPU trains in seconds on text the user gives; with LayerNorm, each of its terms, or none.
 The laboratory's transformer has its attention replaced: scores are <q, k> / sqrt(d_head) - p_h log(1 + t - s), with a
-trained slope p_h per head; without the dot product the first term is gone. One more lag than in `relative` (1 + t - s),
-because the first token of a text can attend to itself only.
+trained slope p_h per head (1 + t - s: the first token attends to itself); without the dot product the second only.
 
 Hypotheses, written down before the runs of 1a (those of 3b had been seen): four layers of one head have a lower loss
 than one layer of 16 heads, and both have a lower one than one layer of one head (`SIZES`).
@@ -31,11 +30,7 @@ from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransform
 
 @dataclass(frozen=True)
 class RelativeTextConfig:
-    """Shape of the model; pre-norm, `norm` at every place ("none": divided by a constant measured at initialization).
-
-    Raises (on building):
-        ValueError: what `LabConfig` refuses.
-    """
+    """Shape of the model; pre-norm, `norm` at every place ("none": divided by a constant measured at the start)."""
 
     layers: int
     heads: int

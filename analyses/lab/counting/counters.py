@@ -24,7 +24,6 @@ from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
 
 LARGEST, LARGEST_GRU, QUICK_LARGEST = 1000, 3000, 100
-UNREAD = 0.73  # of a step: the error at which 0 and 1 are no longer distinguished
 STEPS = range(4, 25)  # a GRU's k
 SITES = {"lstm": ("state", "readout", "gates"), "mirrored lstm": ("state",), "rnn_relu": ("state", "gates")}
 KEYS = ("model", "norm", "norm_site")

@@ -1,18 +1,23 @@
 """Recurrent taggers: LSTM, GRU, tanh- and ReLU-RNN, QRNN and QRNN+, with a LayerNorm term inside the cell.
 
-Where the norm stands (`norm_site`): on W_ih x and W_hh h before the gates' nonlinearities ("gates"; Ba, Kiros & Hinton
-2016, equations 20-22), on the LSTM's cell state as the output sees it ("readout"), or on the recurrent state, which is
-replaced by its norm at every step ("state"). Inside a recurrence nothing may shrink or grow the state a little at each
-step, so `projection_only` divides by 1, and a norm on the state has no gain or bias.
+Where the norm stands (`norm_site`):
 
-Torch's kernels run layers without a norm. They have no place for one, so a layer with a norm goes step by step, in as
-few operations as possible: an update with 16 words of 64 letters takes 3 to 10 ms. Cells compiled with numba and
-gradients by hand, in 490 lines, took 2.2 to 3.0 times less for LSTMs and ReLU-RNNs, and 2.8 to 3.8 for GRUs.
+    gates     on W_ih x and W_hh h before the nonlinearities (Ba, Kiros & Hinton 2016, equations 20-22)
+    readout   on the LSTM's cell state as the output sees it
+    state     on the recurrent state, which is replaced by its norm at every step
+
+Inside a recurrence nothing may shrink or grow the state a little at each step, so `projection_only` divides by 1, and a
+norm on the state has no gain or bias.
+
+Torch's kernels have no place for a norm, so a layer with one goes step by step, in as few operations as possible, and
+so does a GRU, whose kernel is slow (`_differentiable`). An update with 16 words of 64 letters takes 2 to 5 ms. Cells
+compiled with numba, with gradients by hand in 490 lines, took 1.8 to 2.8 times less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,13 +28,12 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import SCALES, Norm
 
-CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn f", "qrnn ifo", "qrnn+")
 QRNN_WINDOW = 2  # of the first layer, 1 above: the default of the library that the published QRNNs came from
 
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """Shape of a recurrent tagger."""
+    """Shape of a recurrent tagger; `cell` is of _KERNELS, or "qrnn", "qrnn f", "qrnn ifo" or "qrnn+"."""
 
     cell: str
     d_vocab: int
@@ -129,67 +133,131 @@ class NormedLayer(nn.Module):
             self.norm_state = _inside(cfg, cfg.hidden, affine=cfg.norm_site == "readout")
 
     def forward(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
-        if self.cfg.norm == "none":
+        if self.cfg.norm == "none" and (self.cfg.cell != "gru" or not torch.is_grad_enabled()):
             out: Tensor = self.weights(x)[0]
             return out
         return self.unfused(x)
 
     def unfused(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
         """The recurrence step by step, with the norm in its place."""
-        step = self.step()
-        h = c = x.new_zeros(x.shape[0], self.cfg.hidden)
-        outputs = []
-        for i in self.inputs(x).unbind(1):
-            h, c = step(i, h, c)
-            outputs.append(h)
-        return torch.stack(outputs, dim=1)
+        step, inputs = self.step(), self.inputs(x)
+        start = h = c = self.start(len(x))
+        with_jacobians = self.cfg.cell == "gru" and torch.is_grad_enabled()
+        states = []
+        with torch.no_grad() if with_jacobians else nullcontext():
+            for i in inputs.unbind(1):
+                h, c = step(i, h, c)
+                states.append(h)
+        if with_jacobians:
+            return _differentiable(step, inputs, torch.stack([start, *states[:-1]], dim=1))
+        return torch.stack(states, dim=1)[..., : self.cfg.hidden]
+
+    def start(self, batch: int) -> Float[Tensor, "batch memory"]:
+        """h and c before the first letter."""
+        width = (1 + self._mirrored) * self.cfg.hidden
+        return self._tensors()[1].new_zeros(batch, width)
 
     def inputs(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos gate"]:
         """What the inputs and biases give to the gates: W_ih x, normed if that is the norm's site, and b."""
         W, _, b, b_hh = self._tensors()
-        gates = _normed_product(self.norm_input, W)(x.flatten(0, 1)) + b
-        if self.cfg.cell != "gru":  # whose reset gate scales W_hh h + b_hh
-            gates = (gates + b_hh) * self._slopes()
+        (columns, of_state), letters = self._columns(), x.flatten(0, 1)
+        bias = b @ columns + b_hh @ of_state
+        if self.norm_input is None:
+            gates = torch.addmm(bias, letters, W.T @ columns)
+        else:
+            gates = torch.addmm(bias, _normed_product(self.norm_input, W)(letters), columns)
         return gates.view(*x.shape[:-1], -1)
-
-    def _tensors(self) -> list[Tensor]:
-        """W_ih, W_hh, b_ih, b_hh."""
-        return list(self.weights.parameters())
-
-    def _slopes(self) -> Float[Tensor, " gate"]:
-        """Ones, but 2 for an LSTM's new content: tanh(x) = 2 sigmoid(2x) - 1, so one sigmoid serves all its gates."""
-        like = self._tensors()[1]
-        slopes = [1, 1, 2, 1] if self.cfg.cell == "lstm" else [1] * (len(like) // self.cfg.hidden)
-        return torch.tensor(slopes, dtype=like.dtype, device=like.device).repeat_interleave(self.cfg.hidden)
 
     def step(self) -> Step:
         """Return what makes h and c (an LSTM's; others leave it alone) of one more letter, given what it adds."""
-        H, (_, W_hh, _, b) = self.cfg.hidden, self._tensors()
-        norm, slopes = self.norm_recurrent, self._slopes()
-        W, product = W_hh.T * slopes, _normed_product(norm, W_hh)
-        state = (lambda h: h) if self.norm_state is None else _normed_product(self.norm_state, torch.eye(H).to(W))
-        on_state, activation = self.cfg.norm_site == "state", torch.tanh if self.cfg.cell == "rnn_tanh" else torch.relu
+        H = self.cfg.hidden
+        M = (1 + self._mirrored) * H  # numbers in h and c
+        W_hh, (_, columns) = self._tensors()[1], self._columns()
+        W = F.pad(W_hh.T @ columns, (0, 0, 0, M - H))
+        product = _normed_product(self.norm_recurrent, W_hh)
+        eye = torch.eye(H).to(W_hh)
+        half = eye.new_full((H,), 0.5)
+        twice = 2 * torch.cat([eye, -eye][: M // H], dim=1)
+        state: Callable[[Tensor], Tensor] = lambda h: h  # noqa: E731
+        if self.norm_state is not None:
+            state = _scaled_pair(self.norm_state) if self._mirrored else _normed_product(self.norm_state, eye)
+        on_state = self.cfg.norm_site == "state"
+        activation = torch.tanh if self.cfg.cell == "rnn_tanh" else torch.relu
 
         def total(i: Tensor, h: Tensor) -> Tensor:
-            return torch.addmm(i, h, W) if norm is None else torch.addcmul(i, product(h), slopes)
+            if self.norm_recurrent is None:
+                return torch.addmm(i, h, W)
+            return torch.addmm(i, product(h), columns)
 
         def lstm(i: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-            put, keep, new, show = torch.unsafe_chunk(torch.sigmoid(total(i, h)), 4, dim=-1)
-            c = torch.addcmul(keep * c - put, put, new, value=2)
+            gates = torch.sigmoid(total(i, h))
+            put, keep, new, show = torch.unsafe_split_with_sizes(gates, [H, M, H, M], dim=-1)
+            c = torch.addmm(keep * c, put * (new - half), twice)
             seen = state(c)
             return show * torch.tanh(seen), seen if on_state else c
 
         def gru(i: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-            both, new = torch.unsafe_split_with_sizes(total(b, h), [2 * H, H], dim=-1)
-            i_both, i_new = torch.unsafe_split_with_sizes(i, [2 * H, H], dim=-1)
-            reset, update = torch.unsafe_chunk(torch.sigmoid(i_both + both), 2, dim=-1)
-            new = torch.tanh(torch.addcmul(i_new, reset, new))
+            gates, old, new = torch.unsafe_split_with_sizes(total(i, h), [2 * H, H, H], dim=-1)
+            reset, update = torch.unsafe_chunk(torch.sigmoid(gates), 2, dim=-1)
+            new = torch.tanh(torch.addcmul(new, reset, old))
             return state(torch.lerp(new, h, update)), c
 
         def elman(i: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
             return state(activation(total(i, h))), c
 
         return {"lstm": lstm, "gru": gru}.get(self.cfg.cell, elman)
+
+    @property
+    def _mirrored(self) -> bool:
+        """Whether h and c are followed by their negatives: an LSTM's whose c is scaled but not projected."""
+        norm = self.norm_state
+        return self.cfg.cell == "lstm" and norm is not None and norm.kind == "scaling_only"
+
+    def _columns(self) -> tuple[Float[Tensor, "gate column"], Float[Tensor, "gate column"]]:
+        """Map the gates, as the inputs and as the state give them, to the columns that a step adds up.
+
+        An LSTM's new content is doubled: tanh(x) = 2 sigmoid(2x) - 1, so one sigmoid serves all its gates. What
+        multiplies a mirrored c stands twice. A GRU's reset gate scales what the state gives to new content.
+        """
+        H, W_hh = self.cfg.hidden, self._tensors()[1]
+        eye = torch.eye(H).to(W_hh)
+        if self.cfg.cell == "gru":
+            apart = torch.eye(4 * H).to(W_hh)
+            return torch.cat([apart[: 2 * H], apart[3 * H :]]), apart[: 3 * H]
+        if self.cfg.cell == "lstm":
+            copies = eye.repeat(1, 1 + self._mirrored)
+            eye = torch.block_diag(eye, copies, 2 * eye, copies)
+        return eye, eye
+
+    def _tensors(self) -> list[Tensor]:
+        """W_ih, W_hh, b_ih, b_hh."""
+        return list(self.weights.parameters())
+
+
+def _differentiable(
+    step: Step, inputs: Float[Tensor, "batch pos gate"], before: Float[Tensor, "batch pos hidden"]
+) -> Float[Tensor, "batch pos hidden"]:
+    """Take all steps of a GRU at once, from the states before them; gradients go back through time, once.
+
+    The gradient by a state is the direct one plus that by the next state times the Jacobian of the step between. So it
+    is a recurrence, too, and as many backward passes as a state has numbers give the Jacobians of all letters.
+    """
+    batch, pos, hidden = before.shape
+    h = before.flatten(0, 1).requires_grad_()
+    after, _ = step(inputs.flatten(0, 1), h, h)
+    rows: list[Tensor] = []
+    for unit in torch.eye(hidden).to(h):
+        rows += torch.autograd.grad(after, h, unit.expand_as(h), retain_graph=True)
+    jacobians = torch.stack(rows, dim=1).view(batch, pos, hidden, hidden).unbind(1)
+
+    def through_time(gradient: Tensor) -> Tensor:
+        total = list(gradient.view(batch, pos, 1, hidden).unbind(1))
+        for t in range(pos - 1, 0, -1):
+            total[t - 1] = torch.baddbmm(total[t - 1], total[t], jacobians[t])
+        return torch.stack(total, dim=1).view_as(gradient)
+
+    after.register_hook(through_time)
+    return after.view_as(before)
 
 
 def _inside(cfg: RecurrentConfig, size: int, affine: bool = True) -> Norm:
@@ -208,7 +276,12 @@ def _normed_product(norm: Norm | None, W: Float[Tensor, "out in"]) -> Callable[[
         projected = W.T - W.T.mean(1, keepdim=True)
         product = projected if gain is None else projected * gain
         return lambda h: h @ product if bias is None else torch.addmm(bias, h, product)
-    # The mean of (x, -x) is 0, so its LayerNorm, one compiled operation, scales x and projects nothing.
-    mirrored = torch.cat([W.T, -W.T], dim=1)
-    w, b = (None if v is None else F.pad(v, (0, size)) for v in (gain, bias))
-    return lambda h: torch.unsafe_chunk(F.layer_norm(h @ mirrored, (2 * size,), w, b, eps), 2, dim=-1)[0]
+    mirrored, scaled = torch.cat([W.T, -W.T], dim=1), _scaled_pair(norm)
+    return lambda h: torch.unsafe_chunk(scaled(h @ mirrored), 2, dim=-1)[0]
+
+
+def _scaled_pair(norm: Norm) -> Callable[[Tensor], Tensor]:
+    """Return a function that scales (x, -x): the mean of the pair is 0, so LayerNorm projects nothing."""
+    gain = None if norm.w is None else torch.cat([norm.w, norm.w])
+    bias = None if norm.b is None else torch.cat([norm.b, -norm.b])
+    return lambda pair: F.layer_norm(pair, pair.shape[1:], gain, bias, norm.eps)

@@ -173,10 +173,7 @@ CONSTANT, GROWS = "constant", "grows"
 
 @dataclass(frozen=True)
 class Cell:
-    """What is drawn, what theory says of the number of its states, and the longest words all of which are tried.
-
-    With more counters fewer letters reach CAP, and what is found to that length costs a second a draw at most.
-    """
+    """What is drawn, what theory says of the number of its states, and the longest words all of which are tried."""
 
     cell: str
     layers: int

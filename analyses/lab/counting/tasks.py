@@ -101,11 +101,6 @@ MAX_TESTED_N = 3  # times the largest trained n
 TERMS = ("layernorm", "scaling_only", "projection_only")  # the norms that each cell is varied with
 
 
-def trained_to(language: str, quick: bool) -> int:
-    """The longest n of the words that a network is trained on."""
-    return QUICK_TRAINED_N if quick else MAX_TRAINED_N[language]
-
-
 class PrefixTask(WordsTask):
     """Label every prefix of words of one length; accuracy over labels at every test length."""
 

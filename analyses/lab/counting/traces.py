@@ -64,12 +64,12 @@ def phases(model: nn.Module, letters: int, n: int) -> Float[np.ndarray, "phase l
     double = copy.deepcopy(model).double().eval()
     layer = cast("NormedLayer", double.layers[0])
     step, inputs = layer.step(), layer.inputs(double.embed(torch.arange(bos(letters) + 1))[None])[0]
-    zero = torch.zeros(1, model.cfg.hidden, dtype=torch.float64)
-    h, c = step(inputs[[bos(letters)]], zero, zero)
+    start = layer.start(1)
+    h, c = step(inputs[[bos(letters)]], start, start)
     trace = []
     for token in (1 + phase for phase in range(letters) for _ in range(n)):
         h, c = step(inputs[[token]], h, c)
-        trace.append((c if model.cfg.cell == "lstm" else h)[0].numpy())
+        trace.append((c if model.cfg.cell == "lstm" else h)[0, : model.cfg.hidden].numpy())
     return np.stack(trace).reshape(letters, n, -1)
 
 

@@ -205,9 +205,8 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
     """What a norm term changes in REACH on each side of the boundary, at each depth and over all depths.
 
     A unit is a pair of runs of one seed, depth and order that differ in this term alone (two pairs: with the other term
-    and without). Intervals are Student's t over seeds that have all depths and orders, of the mean over a seed's units
-    (NaN with fewer than two such seeds). Only rows over all depths are tested: `p` is of the same t, and `p_holm` over
-    these rows. `units` are the pairs that the mean is of.
+    and without). Intervals are Student's t over seeds that have all depths and orders, of the mean over a seed's
+    `units`. Only rows over all depths are tested: `p` is of the same t, and `p_holm` over these rows.
     """
     plain = values[(values["positions"] == "none") & (values["measure"] != measure(TRAIN_LENGTHS))]
     reach = cast("pd.DataFrame", plain.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean())

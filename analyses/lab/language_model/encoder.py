@@ -3,9 +3,8 @@
 After the comparison of Brody, Alon & Yahav 2023, section 4.2, made there with decoders: the norm that attention reads
 differs, and in two more cells every norm. Two shapes: d 8 with four heads of two numbers, and d 64 with four heads of
 16; of table 4, which reads sentences, d 8 with 3072 hidden units and no norm at all. In place of SST-2 the encoders are
-fine-tuned to tell which of the given books a passage is from. An encoder is bidirectional and post-norm, with learned
-positions and a norm on the embeddings (Devlin et al. 2019); left out of BERT are segment embeddings, dropout, and the
-dense layer before the unembedding.
+fine-tuned to tell which of the given books a passage is from. An encoder is BERT without segment embeddings, dropout,
+and the dense layer before the unembedding.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -254,21 +253,20 @@ class Classifier(nn.Module):
 
 def passage_runs(request: Request, encoders: Iterable[Run], task: PassagesTask) -> list[Run]:
     """Return a run of fine-tuning for each finished encoder."""
-    batch, steps = (16, 40) if request.quick else (32, 150)
+    steps, batch = (40, 16) if request.quick else (150, 32)
+    shared = TrainConfig(
+        steps=steps,
+        batch=batch,
+        lr_end=0.0,
+        warmup=steps // 10,
+        schedule="linear",
+        clip=1.0,
+        evaluate_every=steps,
+        state_every=steps,
+    )
     runs = []
     for run in (run for run in encoders if run.finished):
-        training = TrainConfig(
-            steps=steps,
-            batch=batch,
-            lr=run.training.lr * RATE_SHARE,
-            lr_end=0.0,
-            warmup=steps // 10,
-            schedule="linear",
-            clip=1.0,
-            seed=run.seed,
-            evaluate_every=steps,
-            state_every=steps,
-        )
+        training = replace(shared, lr=run.training.lr * RATE_SHARE, seed=run.seed)
         spec = ClassifierSpec(cast("LabConfig", run.spec), run.folder / MODEL_FILE, len(request.texts))
         runs.append(Run(run.keys, task, spec, training, request.out / "passages" / run.folder.name))
     return runs
@@ -279,8 +277,6 @@ def key_places() -> dict[tuple[int, str], str]:
     places = {}
     for layer in range(LAYERS):
         places[layer, published.BEFORE] = f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embedded"
-        places[layer, published.NORMALIZED] = (
-            f"blocks.{layer}.hook_resid_pre"  # norms that attention reads have no gain and bias
-        )
+        places[layer, published.NORMALIZED] = f"blocks.{layer}.hook_resid_pre"  # of norms without gain and bias
         places[layer, published.HEAD] = f"blocks.{layer}.attn.hook_k"
     return places

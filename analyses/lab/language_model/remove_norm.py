@@ -49,8 +49,7 @@ from ln_probe.analyses.probes.uniformity import entropy_ratio
 from ln_probe.analyses.text import write_atomically
 
 LAYERNORM, TWO_CONSTANTS, ONE_CONSTANT = range(3)
-# Weight of a new batch in the running means of sigma: some ten batches (20,000 tokens at the full size), which holds
-# the mean of the last layer's sigma (whose spread over tokens is a quarter of it) to a fraction of a percent.
+# Weight of a new batch in the running means of sigma: some ten batches, or 20,000 tokens.
 MEMORY = 0.1
 
 
@@ -182,9 +181,8 @@ def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[t
         for pattern in cache.values():
             on_first = pattern[:, :, 1:, 0]
             ratios = [entropy_ratio(one.double())[:, 1:].mean() for one in pattern]
-            rows.append(
-                (float(on_first.mean()), float((on_first > SINK).float().mean()), float(sum(ratios)) / len(part))
-            )
+            sinks = float((on_first > SINK).float().mean())
+            rows.append((float(on_first.mean()), sinks, float(sum(ratios)) / len(part)))
     means = np.average(rows, axis=0)
     yield from zip(("attention_on_first", "queries_on_sink", "entropy_ratio"), map(float, means), strict=True)
     for space in (published.NORMALIZED, published.HEAD):
@@ -218,8 +216,7 @@ class Size:
     contexts: int = 16
 
 
-# 500 steps of 2048 tokens are an eighth of what the model was trained on, about four minutes of one core a run. A norm
-# goes every 20 steps, so that the running means of the ones behind it (`MEMORY`) follow.
+# An eighth of what the model was trained on. Between norms the running means of those behind follow (`MEMORY`).
 FULL = Size(500, 8, Schedule(20, 20, 10))
 TINY = Size(60, 2, Schedule(6, 4, 2), valid_windows=8, contexts=2)
 

@@ -221,9 +221,8 @@ def analyse_registered(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     values = with_means(frame)
     rows: list[dict[str, Any]] = []
     for measure, (title, unit, factor, margin) in OUTCOMES.items():
-        per_seed = (
-            results.main_effects(results.select(values, measure=measure, layer=ALL_LAYERS)) if len(values) else {}
-        )
+        outcomes = results.select(values, measure=measure, layer=ALL_LAYERS)
+        per_seed = results.main_effects(outcomes) if len(values) else {}
         for row in results.effect_rows(per_seed, factor):
             rows.append({"measure": measure, "outcome": title, "unit": unit, **row, "margin": margin})
     effects = pd.DataFrame(rows)

@@ -3,10 +3,8 @@
 Every position of a sequence predicts the class that occurs most often in it (Brody, Alon & Yahav 2023, section 4.1).
 The published comparison confounds projection with size, for its layer without projection scales to norm 1/√d instead of
 √d. So both are varied: {layernorm, scaling_only} × {radius √d, 1/√d}, with the norms that do not scale, and with
-queries and keys or values alone made small. Rows with d 3 are of figures 1a and 1b: 10 classes, sequences of 30. Data
-as published: partitions of the length in the order of a random depth-first search, ten examples
-for each. Equal tokens of a sequence have equal outputs, so the loss is computed from one row per distinct token
-(`bag_logits`).
+queries and keys or values alone made small. Rows with d 3 are of figures 1a and 1b. Data as published: `partitions` of
+the length, ten examples for each. Equal tokens have equal outputs: one row per distinct token (`bag_logits`).
 """
 
 from __future__ import annotations
@@ -65,8 +63,7 @@ class Bags:
 def partitions(total: int, smallest: int, parts: int, rng: np.random.Generator) -> Iterator[tuple[int, ...]]:
     """Yield ways to write `total` as at most `parts` ascending numbers of at least `smallest`, depth first.
 
-    At every level the next number is tried in random order, as in the published data: examples are then not a uniform
-    sample of all partitions, but those under whichever first numbers came up.
+    At every level the next number is tried in random order, as in the published data: no uniform sample of partitions.
     """
     if total == 0:
         yield ()
@@ -124,9 +121,8 @@ def majority_model(norm: str, radius: float | None = None, size: MajoritySize | 
 class PartShrunk:
     """The majority model with what queries and keys read, or what values read, divided by d after the norm.
 
-    From radius √d that is radius 1/√d for this part alone. The factor stands in the forward pass and not in the initial
-    weights, as it does where the norm is small: Adam's steps do not depend on the size of a gradient, so the two train
-    differently.
+    From radius √d that is radius 1/√d for this part alone. The factor stands in the forward pass, as a small norm's
+    does: in the initial weights it would train differently, as Adam's steps do not depend on a gradient's size.
     """
 
     model: LabConfig
@@ -186,7 +182,6 @@ class MajorityTask(Task):
 
     Args:
         seed: of the data; the published experiment drew new data in every run.
-        size: sizes.
     """
 
     name = "majority"
@@ -243,8 +238,7 @@ def query_angles(model: LabTransformer) -> Float[Tensor, " token"]:
 
 QUICK = MajoritySize(examples=20_000)
 SIZES = {8: MajoritySize(), 3: MajoritySize(10, 30)}  # by d, as published
-# With d 3, of 9,600 examples (the partitions of 30 are few), 7 seconds of a core: with the published batch and rate 300
-# steps, which take as long, leave accuracy at a third.
+# With d 3. With the published batch and rate 300 steps, which take as long, leave accuracy at a third.
 SPACE_STEPS, SPACE_STEPS_QUICK, SPACE_BATCH, SPACE_RATE = 3000, 600, 500, 1e-2
 SMALL_RADIUS = "1/sqrt(d)"
 

@@ -106,8 +106,7 @@ def run(request: Request) -> Results:
 def analyse(maps: pd.DataFrame, draws: int = DRAWS) -> dict[str, pd.DataFrame]:
     """Add intervals to the mean, spread and number of seeds of every square; the summary has those at n = 60 and heads.
 
-    Whether a draw has any unselectable key is a yes or no: its interval is the binomial one over all seeds' draws. The
-    share of unselectable keys has the interval of a share over seeds. Squares of whole heads have HEAD_DRAWS draws.
+    Whether a draw has any unselectable key has the binomial interval over all seeds' draws, the rest that of a share.
     """
     bounds = []
     for row in maps.to_dict("records"):
