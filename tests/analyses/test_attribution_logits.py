@@ -31,6 +31,8 @@ def test_targets() -> None:
     assert two.label == "logit of 3 minus 4"
     sets = attribute_logits(model, TOKENS.tolist(), 9, [3, 5, 7], torch.tensor([4, 6]))
     assert sets.total == pytest.approx(float(logits[[3, 5, 7]].mean() - logits[[4, 6]].mean()), abs=1e-5)
+    several = attribute_logits(model, TOKENS, -1, [3, 5, 7, 9, 11], [4, 6, 8, 10]).label
+    assert several == "logit of 3, 5, 7, 9, … (5 tokens, their mean) minus 4, 6, 8, 10"
     mean = attribute_logits(model, TOKENS.numpy(), -1, target=3, against="mean").check()
     assert mean.total == pytest.approx(float(logits[3] - logits.mean()), abs=1e-5)
     three, four = (attribute_logits(model, TOKENS, -1, target=t).terms for t in (3, 4))

@@ -77,6 +77,7 @@ def test_calibration_text_gives_every_prompt_the_same_constants() -> None:
     expected = mean_sigmas(model, find_norms(model), list(other))
     assert report.constants.of(0) == report.constants.of(4) == report.constants.pooled == expected
     assert "calibration" in report.provenance["calibration"]["constants"]
+    assert not any("in the calibration text too" in note for note in report.notes)
 
 
 def test_constants_far_from_what_is_observed_are_noted() -> None:
@@ -98,7 +99,7 @@ def test_unusable_calibration_text_is_refused() -> None:
     with pytest.raises(ValueError, match="one token"):
         analyzed(model, calibration=[[3], [4]])
     report = analyzed(model, calibration=[TOKENS[1], torch.arange(30, 42)])
-    assert any("calibration" in note for note in report.notes)
+    assert any("1 prompt in the calibration text too" in note for note in report.notes)
 
 
 def test_one_group_of_prompts_has_constants_from_elsewhere() -> None:

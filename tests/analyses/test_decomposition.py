@@ -58,8 +58,9 @@ def test_statistics_are_those_of_numpy() -> None:
     x = np.concatenate(prompts)
     mu, length, sigma = x.mean(-1), np.linalg.norm(x, axis=-1), np.sqrt(x.var(-1) + 1e-5)
     share = 16 * mu**2 / length**2
-    row = gathered.row()
+    row, y = gathered.row(), np.concatenate([site.module(prompt).detach() for prompt in prompts])
     expected = {
+        "reconstruction_error": gathered.error / np.sqrt((y**2).mean()),
         "projected_share": share.mean(),
         "angle_to_ones_deg": np.degrees(np.arccos(np.sqrt(share))).mean(),
         "input_norm": length.mean(),

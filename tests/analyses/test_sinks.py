@@ -169,7 +169,7 @@ def test_the_dimensions_of_a_massive_activation() -> None:
         sizes = sizes_of(model, tokens)
         row = sinks_of(model, tokens[None], hooks="keep").sinks.set_index("position").loc[7]
     assert sizes.massive.nonzero().flatten().tolist() == [7]
-    assert row["dimensions"].startswith("5 (")
+    assert row["dimensions"] == "5 (97 %)"
     assert row["kind"] == "longest+outlier+massive"
     assert row["site"] in ("blocks.1.ln1", "blocks.1.ln2", "ln_final")
 

@@ -98,6 +98,7 @@ def test_entropy_sees_only_visible_keys() -> None:
 def test_received_attention() -> None:
     pattern = torch.tensor([[[1.0, 0, 0], [0.25, 0.75, 0], [0.5, 0.2, 0.3]]])
     np.testing.assert_allclose(received(pattern)[0], [0.5, 0.75, 0.3])  # queries t ≥ max(i, 1)
+    np.testing.assert_allclose(received(pattern[:, :2, :2])[0], [0.25, 0.75])
     assert math.isnan(float(received(torch.ones(1, 1, 1))[0, 0]))
 
 

@@ -159,8 +159,10 @@ def test_directions_that_w_q_removes_are_removed_from_the_keys(bias: bool) -> No
 
 @pytest.mark.parametrize("arch", cases("gpt2", "neox", "llama", "bloom", "mistral", "bert", slow=["neo"]))
 def test_tiny_models_of_several_architectures(arch: str) -> None:
-    table, _ = check(make_bridge(arch), TOKENS[:, :20], layers=[1])
+    table, sets = check(make_bridge(arch), TOKENS[:, :20], layers=[1])
     assert set(table.index.get_level_values("layer")) == {1}
+    for each in sets if arch == "bloom" else ():
+        np.testing.assert_allclose(np.diff(each.bias), 4.0 ** -(each.place[1] + 1))  # ALiBi's slopes of four heads
 
 
 def test_queries_without_a_bound() -> None:

@@ -12,6 +12,7 @@ import pytest
 from ln_probe.analyses.probes import tables, wording
 from ln_probe.analyses.probes.wording import NATS, QUESTIONS, findings, in_layers, loss_change
 from ln_probe.analyses.text import with_interval
+from ln_probe.hooks.norms import layers_in_words
 
 EDIT = "Freezing scaling at every norm"
 TEMPLATES = [name for name, text in vars(wording).items() if name.isupper() and isinstance(text, str) and "{" in text]
@@ -160,6 +161,7 @@ def test_heads_in_words(change: float, p: float, unit: str, text: str) -> None:
 def test_layers_in_words() -> None:
     assert in_layers({}) == in_layers({"arguments": {"layers": None}}) == ""
     assert in_layers({"arguments": {"layers": [2]}}) == " in layer 2"
+    assert [layers_in_words(range(n)) for n in (1, 2, 9)] == ["layer 0", "layers 0, 1", "layers 0 … 8 (9 of them)"]
 
 
 @pytest.mark.parametrize(("numbers", "texts"), [

@@ -120,6 +120,8 @@ def test_norms_of_another_formula_are_refused() -> None:
     {"positional_embedding_type": "alibi"},
     {"positional_embedding_type": "rotary", "rotary_dim": 8, "rotary_adjacent_pairs": True},
     {"normalization_type": None},
+    {"normalization_type": "LNPre", "use_attn_scale": False},
+    {"use_qk_norm": True, "normalization_type": "RMS", "n_key_value_heads": 2},
 ], ids=str)  # fmt: skip
 def test_columns_are_those_of_hooked_transformers(options: dict[str, Any]) -> None:
     model = make_hooked(**options, dtype=torch.float64)

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge
 from made_up import HOSTILE, UNSEEN, Page, lab_page
 
 import ln_probe
@@ -92,6 +93,7 @@ def test_every_form_of_a_report_has_a_page_and_a_cell(form: str, report: Report)
     assert not page.acts()
     assert "<script" not in cell
     assert " 0 books" not in page.text
+    assert all(300 <= int(width) <= 1400 for width in re.findall(r"--legible:(\d+)px", html)), "a phone to a screen"
     expected = {"512 tokens": "the first 128 of 512 tokens", "another loss": "points", "no loss": "not measured"}
     assert expected.get(form, "") in page.text
 
@@ -147,6 +149,8 @@ def test_changes_are_drawn_with_their_intervals(report: Report, causal: pd.DataF
     rows = causal[causal["family"] == "primary"].set_index(["sites", "variant"])
     ends = [rows.loc[place, ["delta_loss_low", "delta_loss_high"]].tolist() for place in PRIMARY]
     assert [segments[0][:, 0].tolist() for segments in intervals] == ends
+    bold = [text.get_weight() == "bold" for text in axes.texts if text.get_ha() == "right"]
+    assert bold == [True, True, False, False], "what is significant"
     heights = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "o"][: 2 * len(PRIMARY)]
     assert np.diff(heights)[::2] == pytest.approx([0.16] * len(PRIMARY)), "loss-optimal constants are below"
     faces = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() == "o"][: 2 * len(PRIMARY)]
@@ -224,6 +228,9 @@ def test_attention_of_a_layer_intact_beside_an_edit() -> None:
     assert "⊘ by head: H3 " in document
     assert repr(picture) == "LayerAttention(layer 1, heads 3, 15, 200 tokens; intact, scaling frozen)"
     assert list(ln_probe.attention(model, tokens, 0, 2, edit=None).patterns) == ["intact"]
+    assert ln_probe.attention(make_bridge("gemma2"), [tokens[0][:9]], 0, 2, edit=None).verdicts.empty, (
+        "with a soft cap, unknown"
+    )
     for options, word in (({"layer": 9}, "layer 9"), ({"layer": 0, "heads": 99}, "head 99")):
         with pytest.raises(ValueError, match=word):
             ln_probe.attention(model, tokens, **options)

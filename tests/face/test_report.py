@@ -128,6 +128,7 @@ def test_wrong_arguments_leave_no_file(
 
 @pytest.mark.parametrize("changes", [
     {"provenance": {"seen": {1}}},
+    {"provenance": {"seen": float("nan")}},
     {"tables": {"sinks": pd.DataFrame({"token": [1, "a"]})}},
 ])  # fmt: skip
 def test_a_save_that_fails_leaves_the_report_saved_before(

@@ -226,7 +226,9 @@ def test_position_0_of_a_hugging_face_model_in_memory() -> None:
         model = hugging_face(arch, torch.float64)
         with torch.no_grad(), without(model, "scaling", sites="all", scale={s.name: scale for s in find_norms(model)}):
             few, more = (model(TOKENS[:1, :n]).logits for n in (heads, 7))
+            embedded = model(inputs_embeds=model.get_input_embeddings()(TOKENS[:1, :7])).logits
         torch.testing.assert_close(few, more[:, :heads], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(embedded, more)
     model.set_attn_implementation("sdpa")
     padded, mask = torch.cat([TOKENS[:1, :2], TOKENS[:1]], 1), torch.tensor([[0] * 2 + [1] * 10])
     with torch.no_grad(), without(model, "scaling", sites="all", scale={s.name: scale for s in find_norms(model)}):

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import make_bridge, make_hooked
+from architectures import hugging_face, make_bridge, make_hooked
 
 import ln_probe
-from ln_probe.hooks.model import check_model, logit_factor
+from ln_probe.hooks.model import check_model, logit_factor, ordinary_tokens
 
 
 def refusals(model: Any) -> str:
@@ -40,3 +40,10 @@ def test_quantized_models(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("arch", "factor"), [("gpt2", 1.0), ("cohere", 0.0625), ("granite", 0.5)])
 def test_what_the_unembeddings_logits_are_multiplied_by(arch: str, factor: float) -> None:
     assert logit_factor(make_bridge(arch)) == factor
+
+
+def test_tokens_that_logits_are_compared_on_are_not_special() -> None:
+    config = hugging_face("llama", pad_token_id=0, bos_token_id=1, eos_token_id=[2, 9]).config
+    drawn = set(ordinary_tokens(config, torch.device("cpu"))[0].tolist())
+    assert len(drawn) > 10
+    assert not drawn & {0, 1, 2, 9}
