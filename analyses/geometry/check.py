@@ -113,7 +113,7 @@ _Table = TypeVar("_Table", bound=NamedTuple)
 
 
 def of_sets(table: _Table, part: slice | int) -> _Table:
-    """Return what a table of several sets says about some of them, or about one."""
+    """Return what a table of several sets says about some, or one, of them."""
     fields: list[Any] = list(table)
     for place, field in enumerate(fields):
         if isinstance(field, np.ndarray):

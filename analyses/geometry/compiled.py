@@ -133,7 +133,7 @@ class Compilation:
 
     def _run(self) -> None:
         folder, thresholds = cache_folder(Path(__file__).resolve().parent), gc.get_threshold()
-        gc.set_threshold(20_000, 50, 50)  # what the compiler makes is no garbage: a tenth of the time
+        gc.set_threshold(20_000, 50, 50)  # looking for garbage took a tenth of the time
         try:
             if folder is None:
                 self._work()

@@ -65,7 +65,7 @@ BUDGET = 1e9
 MOST_PRODUCTS = 2048
 # Sets are solved together while the products of all their keys are no more than this.
 TOGETHER = 2**17
-# Keys of no more numbers are prepared in one thread, since small steps take the interpreter's lock.
+# No more numbers are prepared in one thread, since small steps take the interpreter's lock.
 SMALL = 2**15
 # Own queries are tried if the first keys win under theirs.
 PILOT = 32
@@ -99,9 +99,8 @@ def no_answers(sets: int, count: int, wide: int, seen: int) -> Answers:
         return whole_numbers(), whole_numbers(dim + 2), points(dim + 2)
 
     repaired = np.zeros((sets, count), np.bool_)
-    head = whole_numbers(), whole_numbers(), whole_numbers(), points(wide)
     return Answers(
-        Verdicts(*head, *weights(wide), repaired),
+        Verdicts(whole_numbers(), whole_numbers(), whole_numbers(), points(wide), *weights(wide), repaired),
         Margins(numbers(), numbers(), points(seen), *weights(seen)),
         Attention(numbers(), numbers(), points(seen), points(seen)),
     )
@@ -208,15 +207,6 @@ def prepare(keys: Floats, bias: Floats | None, queries: Sequence[QuerySet] | Non
     return Problem(Solved(judged, seen, answers), space, query_space, own_queries, level, levelled)
 
 
-def decide_sets(problem: Problem, budget: float) -> None:
-    """Set the verdicts of some sets, of which some keys may have one."""
-    (judged, _, (verdicts, _, _)), space, own_queries = problem.solved, problem.space, problem.own_queries
-    scratch, start = make_scratch(*judged.rows.shape[1:]), np.full(verdicts.code.shape, -1)
-    if own_queries.any():
-        try_queries(space, judged.rows, judged.biased, own_queries, start, verdicts, scratch)
-    search(judged, space, budget, start, verdicts, scratch)
-
-
 def bound_margins(problem: Problem, gap: float, budget: float) -> None:
     """Bracket the margins of some sets."""
     space, (verdicts, margins, _) = problem.query_space, problem.solved.answers
@@ -235,8 +225,13 @@ def bound_margins(problem: Problem, gap: float, budget: float) -> None:
 def solve(problem: Problem, radii: Floats, request: Request) -> None:
     """Set the answers of some sets."""
     (judged, seen, answers), space = problem.solved, problem.query_space
-    (count, wide), dim, margins = judged.rows.shape[1:], space.rows.shape[2], answers.margins
-    decide_sets(problem, request.budget)
+    (count, wide), dim = judged.rows.shape[1:], space.rows.shape[2]
+    margins = answers.margins
+    scratch, start = make_scratch(count, wide), np.full((len(judged.rows), count), -1)
+    if problem.own_queries.any():
+        trials = judged.rows, judged.biased, problem.own_queries, start
+        try_queries(problem.space, *trials, answers.verdicts, scratch)
+    search(judged, problem.space, request.budget, start, answers.verdicts, scratch)
     if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
         bound_margins(problem, request.gap, request.budget)
         if seen is None:  # margins are relative to a size that is itself rounded
@@ -246,7 +241,8 @@ def solve(problem: Problem, radii: Floats, request: Request) -> None:
         gapless = ~space.offset.any(axis=1, keepdims=True)  # the zero query gives 0
         np.maximum(margins.lower, 0.0, out=margins.lower, where=gapless)
     if seen is not None and request.attention:
-        rows, columns = space.rows * radii[:, None, None], space.columns * radii[:, None, None]
+        rows = space.rows * radii[:, None, None]
+        columns = space.columns * radii[:, None, None]
         room, scratch = attention_room(count, dim), make_scratch(count, dim)
         how = margins.at, WEIGHT_GAP, request.budget, room, np.zeros((4, dim)), answers.attention, scratch
         bound_attention(space, rows, columns, radii, *how)

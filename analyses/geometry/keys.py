@@ -244,9 +244,9 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
 class Judged(NamedTuple):
     """The keys of some sets, or of one, where verdicts are given."""
 
-    rows: Floats  # "set key D": centred, over their RMS norm; a bias over its own is the last coordinate
+    rows: Floats  # "set key D": centred, over their RMS norm; the last coordinate may be a bias
     noise: Floats  # how far each may be off
-    biased: bool  # queries look up along the last coordinate, weights may exceed the target there
+    biased: bool  # queries look up along the last coordinate
     size: Floats  # the RMS norm of the keys
     lift_size: Floats  # of the bias; 0: it has no spread
 
@@ -262,7 +262,7 @@ class Seen(NamedTuple):
 def centre(keys: Floats) -> tuple[Floats, Floats]:
     """Return the centred keys of some sets, and how far each mean may be off."""
     points = keys - keys.mean(axis=1, keepdims=True)
-    left = points.mean(axis=1, keepdims=True)  # the mean was off by its own rounding
+    left = points.mean(axis=1, keepdims=True)  # the mean was rounded
     points -= left
     off, alike = np.sqrt(np.einsum("skd,skd->s", left, left)), (keys == keys[:, :1]).all(axis=(1, 2))
     points[alike], off[alike] = 0.0, 0.0
@@ -346,11 +346,11 @@ def see(points: Floats, bias: Floats | None, query_sets: Sequence[QuerySet]) -> 
 def level_queries(seen: Seen, query_sets: Sequence[QuerySet], bias: Floats | None) -> tuple[Floats, Bools]:
     """Return a u under which all keys score alike, and whether one is known in the unit ball."""
     sets, count, dim = seen.rows.shape
-    level, known = np.zeros((sets, dim)), [None if bias is not None else each.level for each in query_sets]
+    level, known = np.zeros((sets, dim)), [each.level if bias is None else None for each in query_sets]
     outside = np.array([u is None or np.linalg.norm(u) > 1.0 for u in known])
     spans = clearly_span(seen.rows) if count > dim and outside.any() else np.zeros(sets, np.bool_)
     for b, u in enumerate(known):
-        if u is None or (outside[b] and not spans[b]):  # the keys may need less of a query than its being 0
+        if u is None or (outside[b] and not spans[b]):  # a shorter u may do
             u = -np.linalg.lstsq(seen.rows[b], seen.offset[b] - seen.offset[b].mean(), rcond=None)[0]
         level[b] = u
     scores = (seen.rows @ level[..., None])[..., 0] + seen.offset

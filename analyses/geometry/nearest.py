@@ -56,7 +56,7 @@ from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_inli
 # Verdicts are taken this far (relative) from tau, so that the check of the certificate agrees.
 CLEAR = 1e-3
 # A pivot below this share of a new point's squared length: as far as float64 can tell, the point
-# lies in the affine hull of the active set.
+# is in the affine hull of the active set.
 PIVOT = 1e-14
 # A margin's bracket of this width, relative to the RMS norm of the keys, is narrow enough;
 # and that of an unselectable key whose margin is known to be about 0.
@@ -691,7 +691,7 @@ def find_margins(
             if reached < high:
                 high, used, idle = reached, keep_weights(room, m), 0
             row, short = WEIGHT, length
-            if m > dim or not length > SHORT * largest:  # no direction is left: the slope alone makes the query
+            if m > dim or not length > SHORT * largest:  # the slope alone makes the query
                 row, short = ALONG, max(np.sqrt(squared_norm(room, vectors[ALONG], m)), 1.0)
             combine(room.products, vectors[row], m, count, scores)
             least, new, scale = np.inf, none, 1.0 / short
