@@ -152,7 +152,7 @@ class Constants(OneLine):
         sums, counts = totals
         with np.errstate(invalid="ignore"):
             means = sums / counts
-        means = np.where(np.isnan(means), means[:, ::-1], means)  # prompts of one token: there is position 0 alone
+        means = np.where(np.isnan(means), means[:, ::-1], means)  # (prompts of one token)
         return {name: Constant(*map(float, pair)) for name, pair in zip(self.sites, means, strict=True)}
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -49,7 +49,7 @@ class ProgressLine:
         renderable = partial(Text, no_wrap=True, overflow="ellipsis")
         self._live = Live(console=self._console, transient=True, get_renderable=lambda: renderable(str(self)))
         self._outer: ProgressLine | None = None
-        self._cell: Any = None  # where a notebook shows the line (rich needs widgets for it, and leaves the last line)
+        self._cell: Any = None  # where a notebook shows the line
 
     def __enter__(self) -> ProgressLine:
         global _line

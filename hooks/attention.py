@@ -216,7 +216,7 @@ def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
         cos, sin = (with_float64(table.detach()) for table in (attn.rotary_cos, attn.rotary_sin))
         return Rotary(cos, sin, adjacent)
     table = getattr(getattr(attn, "original_component", None), "embed_positions", None)
-    if isinstance(table, Tensor) and table.ndim == 2 and table.shape[-1] % 2 == 0:  # GPT-J: sines, then cosines
+    if isinstance(table, Tensor) and table.ndim == 2 and table.shape[-1] % 2 == 0:  # sines, then cosines
         sin, cos = (half.repeat_interleave(2, dim=-1) for half in with_float64(table.detach()).chunk(2, dim=-1))
         return Rotary(cos, sin, adjacent=True)
     return None

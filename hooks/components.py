@@ -392,7 +392,7 @@ class CachedPrompts:
             reader = "unembed" if child_of(self.model, "project_out") is None else "project_out"
             return self.rows(f"{reader}.hook_in", last)
         residual = {"ln1": f"{block}.hook_resid_pre", "ln2": f"{block}.hook_resid_mid", "ln_final": last}
-        return self.rows(f"{place}.hook_in", residual.get(leaf, f"{place}.hook_resid_pre"))  # of a HookedTransformer
+        return self.rows(f"{place}.hook_in", residual.get(leaf, f"{place}.hook_resid_pre"))
 
 
 def dot(x: Float[Tensor, "row d"], f: Float[Tensor, "row reading d"]) -> Float[Tensor, "row reading"]:

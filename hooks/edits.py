@@ -58,7 +58,7 @@ from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded_row
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
 Heads = Mapping[str, Mapping[int, Sequence[int] | None]]  # by the norm's name and block; None: all
-PARTS = {"queries": "q", "keys": "k", "values": "v"}  # of attention, and the letters of their hook points
+PARTS = {"queries": "q", "keys": "k", "values": "v"}
 OWN = "own"  # each token's own sigma
 
 

@@ -67,7 +67,7 @@ class Positions:
 
     def __init__(self) -> None:
         self.depth = 0  # calls of the model that are running, one inside the other
-        self.is_running = self.is_whole = False  # whether a pass runs; whether it goes through all layers
+        self.is_running = self.is_whole = False  # a pass runs; through all layers
         self.offset = 0  # tokens that came in earlier passes
         self.shape: tuple[int, ...] = ()  # batch and positions of the pass
         self.padding: Tensor | None = None  # in front of each row of the batch

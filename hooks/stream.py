@@ -108,7 +108,7 @@ OnAttention = Callable[[int, AttentionInput], None]
 def _check_finite(norm: Norm, value: Float[Tensor, "rows d"], what: str, length: int) -> None:
     # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
     if not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
-        row = int((~torch.isfinite(value)).any(-1).nonzero()[0])  # rows: position by position, each with its heads
+        row = int((~torch.isfinite(value)).any(-1).nonzero()[0])  # by position, each with its heads
         raise ActivationError(
             f"{norm.name}: its {what} holds NaN or infinite values (first at position {row * length // len(value)}); "
             "try dtype='float32', or check the checkpoint's weights"
@@ -182,7 +182,7 @@ def streaming(
     def before_attention(layer: int, norm: Norm, _m: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = (t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (norm.d,) and t.ndim in (3, 4))
         if (x := next(inputs, None)) is not None:
-            x = x if x.ndim == 3 else x[:, :, 0]  # an input for each head (`use_split_qkv_input`): all the same
+            x = x if x.ndim == 3 else x[:, :, 0]  # an input for each head: all the same
             for prompt in x:
                 _check_finite(norm, prompt, "input", length)
             running[layer] = x, x, {}

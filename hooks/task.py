@@ -41,7 +41,7 @@ def check_tokens(facts: Facts, tokens: object) -> list[Int[Tensor, " _"]]:
     if not isinstance(tokens, Tensor | list | tuple):
         raise TypeError(f"tokens must be a tensor of ids [batch pos] or a list of rows, got {type(tokens).__name__}")
     rows: list[Tensor] = []
-    with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # what is no number is refused below
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
         every = tokens[None] if isinstance(tokens, Tensor) and tokens.ndim == 1 else tokens
         rows = [torch.as_tensor(row) for row in every]
     if not rows or not all(r.ndim == 1 and len(r) > 0 and r.dtype in _WHOLE for r in rows):

@@ -302,7 +302,7 @@ def processors() -> int:
 def default_workers(targets: Sequence[Target], device: str | None) -> int:
     """Return how many checkpoints are measured side by side: one on a GPU, else up to MAX_WORKERS."""
     on_gpu = device is not None and device.startswith("cuda")
-    if device is None and any(Path("/dev").glob("nvidia[0-9]*")):  # torch is imported only if it could see a GPU
+    if device is None and any(Path("/dev").glob("nvidia[0-9]*")):  # only then is torch worth its import
         import torch
 
         on_gpu = torch.cuda.is_available()
@@ -355,7 +355,7 @@ class _Clock:
 
     def __init__(self, targets: Sequence[Target], workers: int) -> None:
         self.targets, self.workers = [str(target) for target in targets], workers
-        self.shared = _PROCESSES.Array("d", [math.nan] * len(targets))  # when each will be done, as time.time()
+        self.shared = _PROCESSES.Array("d", [math.nan] * len(targets))  # when each will be done
         self.started: dict[str, float] = {}
 
     def show(self, running: Sequence[Target], waiting: int) -> None:

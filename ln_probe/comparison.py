@@ -204,7 +204,7 @@ def overview(report: Report) -> dict[str, float | int | None]:
 # share the first three.
 _PAIRED = _PROMPTS, _LOSS, _LAYERS = "on other prompts", "by another loss", "in other layers"
 _SETUP: dict[str, Callable[[Report], object]] = {
-    _PROMPTS: lambda report: report.provenance.get("prompts", {}).get("sha256", object()),  # unknown: equal to none
+    _PROMPTS: lambda report: report.provenance.get("prompts", {}).get("sha256", object()),
     _LOSS: lambda report: report.provenance.get("loss", {}).get("name", Objective.name),
     _LAYERS: lambda report: wording.in_layers(report.provenance),  # that groups of norms are of
     "with another version of ln_probe": lambda report: report.provenance.get("ln_probe"),

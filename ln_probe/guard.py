@@ -105,7 +105,7 @@ def hooked_model(given: object, tokenizer: Any = None, hooks: str = REFUSE) -> t
         given = copy.deepcopy(given).to("cpu")
     model = check_model(given)
     if is_original:
-        model.__dict__["_tokenizer"] = tokenizer  # as the bridge's property reads it; nothing is put into the tokenizer
+        model.__dict__["_tokenizer"] = tokenizer  # as the bridge's property reads it
     return model, notes
 
 

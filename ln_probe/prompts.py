@@ -25,7 +25,7 @@ from ln_probe.hooks.task import (
     unpadded,
 )
 
-_SHOWN_PROMPTS, _SHOWN_TOKENS = 64, 24  # how many prompts a report shows the beginnings of, and how much of each
+_SHOWN_PROMPTS, _SHOWN_TOKENS = 64, 24  # what a report shows of prompts
 
 BUNDLED = "bundled"
 _TEXT_FIELD, _ID_FIELDS = "text", ("tokens", "input_ids")
@@ -180,7 +180,7 @@ def read_prompts(path: Path) -> Iterator[str | list[int]]:
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"prompts file {str(path)!r} must be a .txt (a prompt a paragraph) or a .jsonl")
     try:
-        text = path.read_text(encoding="utf-8-sig")  # (without the mark that begins files of some editors)
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
     if path.suffix == ".txt":

@@ -103,7 +103,7 @@ class Report:
         if "count" in prompts:
             about = f" on {counted(prompts['count'], 'prompt')} ({prompts.get('source', '')})"
         bullets = [textwrap.fill(f"- {text}", WIDTH, subsequent_indent="  ") for text in self.findings()]
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # consoles that lack a character show its number
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         text = disarmed("\n".join([f"{self.name}{about}", *bullets]))
         return text.encode(encoding, "backslashreplace").decode(encoding)
 

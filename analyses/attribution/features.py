@@ -230,7 +230,7 @@ def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
     """Return what a dictionary writes besides what it decodes (a skip connection); None for nothing."""
     weights: Tensor | None = getattr(sae, "W_skip", None)
     has_output = callable(sae) and getattr(type(sae), "forward", None) is not nn.Module.forward
-    if not has_output or getattr(sae, "use_error_term", False):  # (an error term makes the output the input)
+    if not has_output or getattr(sae, "use_error_term", False):
         return None if weights is None else (x @ weights.T).detach()
     if not isinstance(output := sae(x), Tensor) or output.shape != decoded.shape:
         return None

@@ -102,7 +102,7 @@ def floats(name: str, values: Any) -> NDArray[np.float64]:
         kind, floating = str(values.dtype), values.dtype.kind == "f"
         if floating:
             return np.array(values, dtype=np.float64, order="C")
-        if values.ndim == 0 and values.dtype.kind in "OUS":  # None, text, a dict: what NumPy makes no array of
+        if values.ndim == 0 and values.dtype.kind in "OUS":  # what NumPy makes no array of
             raise TypeError(f"{name} must be an array or tensor of floats, got {type(given).__name__}")
     raise TypeError(f"{name} must be of a floating-point type, got {kind}: convert them first, e.g. to float64")
 

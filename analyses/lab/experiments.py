@@ -198,6 +198,6 @@ def claim(folder: Path, mark: str, identity: Mapping[str, Any], what: str) -> No
         return
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file: choose another folder")
-    if folder.exists() and any(p.suffix != PARTIAL for p in folder.iterdir()):  # a kill can leave half a file
+    if folder.exists() and any(p.suffix != PARTIAL for p in folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty and holds no {what}: choose another folder")
     write_atomically(path, (json.dumps(wanted, indent=1) + "\n").encode())

@@ -38,7 +38,7 @@ AGREEMENT = 1e-6  # spread of shares over seeds below which they agree: one in a
 # Fewer hits than this: the lower end, at most 0.025^(1/hits), is below 1e-400, and solvers of it overflow.
 _NO_HITS = 0.004
 Kind = Literal["mean", "share", "log"]
-MEAN, FACTOR = ("mean", "ci_low", "ci_high"), ("factor", "low", "high")  # columns of a center and its interval
+MEAN, FACTOR = ("mean", "ci_low", "ci_high"), ("factor", "low", "high")
 
 
 def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[float, float, float]:

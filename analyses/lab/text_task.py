@@ -130,7 +130,7 @@ def sentences(text: TextTask, count: int) -> list[Int[Tensor, " pos"]]:
     What does not end in a full stop, a question mark or an exclamation mark is left out.
     """
     parts = [part.strip() for part in ENDS.split(text.tokenizer.decode(text.valid_tokens.tolist()))]
-    whole = [part for part in parts[1:] if part.endswith((".", "?", "!"))]  # the first may have begun before
+    whole = [part for part in parts[1:] if part.endswith((".", "?", "!"))]
     if len(whole) < count:
         raise ValueError(f"the held-out text has {len(whole)} sentences and {count} are read: give more text")
     ids = [torch.tensor(text.tokenizer.encode(part).ids[: LONGEST - 1]) for part in whole[:count]]

@@ -86,7 +86,7 @@ class TrainConfig:
         return step % self.evaluate_every == 0 or step == self.steps or step in self.evaluate_at
 
 
-ADAM: dict[str, Any] = {"optimizer": "adam", "betas": (0.9, 0.999), "weight_decay": 0.0}  # torch's defaults
+ADAM: dict[str, Any] = {"optimizer": "adam", "betas": (0.9, 0.999), "weight_decay": 0.0}
 
 
 def text_training(size: Any, seed: int, lr: float, **others: Any) -> TrainConfig:
@@ -155,7 +155,7 @@ def load_weights(model: nn.Module, weights: Path) -> None:
     if not weights.is_file():
         raise FileNotFoundError(f"{weights} is missing")
     try:
-        tensors = load(weights.read_bytes())  # not mapped into memory, where another process could overwrite it
+        tensors = load(weights.read_bytes())  # mapped, another process could overwrite it
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{weights} cannot be read ({error}): it is truncated or corrupt") from error
     built = model.state_dict()

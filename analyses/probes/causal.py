@@ -158,7 +158,7 @@ class _Watching(Observer):
         self.with_gradients = set(np.linspace(0, len(run.prompts) - 1, count).astype(int).tolist())
         self.weights: dict[int, int] = {}
         self.intact: dict[int, float] = {}
-        self.losses: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)  # by sites, variant, constants
+        self.losses: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)
         self.by_token: dict[int, dict[str, Float[np.ndarray, " next"]]] = defaultdict(dict)  # of all norms, by variant
         self.estimates: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)
         self.gradients: dict[str, dict[int, dict[str, tuple[float, float]]]] = defaultdict(dict)
@@ -483,6 +483,6 @@ def norm_estimates(
                 change = at_least_float32(edit.output(x)).detach() - at_least_float32(y)
                 own, of_drawn = (slope * change for slope in slopes[id(leaf)])
                 first += float(own.sum(dtype=torch.float64))
-                second = second.to(y.device) + of_drawn.sum(-1, dtype=torch.float64)  # all calls read one vector
+                second = second.to(y.device) + of_drawn.sum(-1, dtype=torch.float64)
         estimates[name] = first, 0.5 * float((second**2).sum())
     return estimates if slopes else {}

@@ -156,7 +156,7 @@ class _Prompt:
             "sink": set(sink.nonzero().flatten().tolist()),
         }
         for at in sorted(set().union(*kinds.values())):
-            pairs = sum(len(layer.heads) * float(layer.queries[at]) for layer in layers)  # of head and query
+            pairs = sum(len(layer.heads) * float(layer.queries[at]) for layer in layers)
             sums = {
                 "received": sum(float(layer.total[:, at].sum()) for layer in layers),
                 "uniform": sum(len(layer.heads) * float(layer.uniform[at]) for layer in layers),

@@ -53,7 +53,7 @@ class Uniformity(Probe):
 class _UniformityObserver(Observer):
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.measured: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)  # by layer and variant
+        self.measured: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
         self.heads: dict[int, list[int]] = {}
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
@@ -103,7 +103,7 @@ class LayerMaps:
         self.bidirectional = False
         self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
         self._known: dict[int, dict[str, Any]] = defaultdict(dict)  # of the weights of each layer (`Heads.known`)
-        self._distances: dict[int, list[np.ndarray]] = defaultdict(list)  # of queries from the center, by layer
+        self._distances: dict[int, list[np.ndarray]] = defaultdict(list)  # of queries from the center
 
     def observe(self, seen: AttentionInput) -> None:
         """Take in a layer of a prompt in the first pass."""

@@ -135,7 +135,7 @@ def to_hooked(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.devic
     config = pretrained.config
     with _neutral_folder() as folder:
         written = config.to_dict() | {"architectures": [pretrained.architecture]}
-        written.setdefault("n_ctx", getattr(config, "n_positions", None))  # read for GPT-2, no longer written
+        written.setdefault("n_ctx", getattr(config, "n_positions", None))
         (folder / "config.json").write_text(json.dumps(written, default=str), encoding="utf-8")
         cfg = loading.get_pretrained_model_config(str(folder), dtype=dtype, device=str(device))
         cfg.tokenizer_name = None  # else it looks for a tokenizer in the folder that is about to vanish

@@ -41,7 +41,7 @@ _TOKENIZERS = (
     ("spiece.model",),
     ("sentencepiece.bpe.model",),
 )
-NO_HEAD = "the folder holds no language-model head"  # the beginning of the note on logits that mean nothing
+NO_HEAD = "the folder holds no language-model head"
 # Classes whose head is for another task than predicting tokens: GPT2ForSequenceClassification and the like.
 _OTHER_TASK = re.compile(r"For(?!CausalLM|MaskedLM|PreTraining|ConditionalGeneration)[A-Z]\w*$")
 
@@ -130,7 +130,7 @@ def _download(repository: str, revision: str | None, weights: str) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise _unknown(repository) from error
-    except Exception as error:  # no network, a server's error, a full disk, an incomplete copy in the cache
+    except Exception as error:  # no network, a server's error, a full disk
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else one_line(error)
         raise ConnectionError(
             f"{repository} is not on this machine and cannot be downloaded ({reason}): give a local folder, or a "
@@ -437,7 +437,7 @@ def isolated() -> Iterator[None]:
         torch.default_generator.manual_seed(0)
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
-        constants.HF_HUB_OFFLINE = True  # asked at each request; the environment variable is read at import only
+        constants.HF_HUB_OFFLINE = True  # the environment variable is read at import only
         try:
             yield
         finally:

@@ -86,7 +86,7 @@ def source_of(model: nn.Module) -> ModelSource:
     architecture = getattr(config, "original_architecture", None) or getattr(config, "architecture", None) or world
     name, dtype = getattr(config, "model_name", None) or world, getattr(next(model.parameters(), None), "dtype", "none")
     note = f"not loaded by ln_probe: name, dtype and hash were read from the model itself; {UNKNOWN_HEAD}"
-    difference = vars(model).get("logits_difference")  # a bridge around a Hugging Face model in memory has it
+    difference = vars(model).get("logits_difference")  # of a Hugging Face model in memory
     if difference is not None:
         original: Any = getattr(model, "original_model").config  # noqa: B009 - of a bridge
         name = getattr(original, "_name_or_path", "") or architecture

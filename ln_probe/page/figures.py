@@ -81,7 +81,7 @@ class Figure(matplotlib.figure.Figure):
         """Return the picture and its size in a notebook, in pixels."""
         buffer = io.BytesIO()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing from")  # names in scripts that the font lacks
+            warnings.filterwarnings("ignore", message="Glyph .* missing from")
             self.savefig(buffer, format="png", dpi=DPI)
         width, height = (round(inches * DPI / 2) for inches in self.get_size_inches())
         return buffer.getvalue(), {"width": width, "height": height}

@@ -125,7 +125,7 @@ class RelativeTransformer(nn.Module):
             score = torch.einsum("bhe,vhe->bhv", query, key) / math.sqrt(D_HEAD)
             odds = torch.stack([1 - on_plus, on_plus], dim=-1) * (score - score.amax(-1, keepdim=True)).exp()
             on_plus = odds[..., 1] / odds.sum(-1)
-        values = torch.einsum("vd,hde,hef->vhf", tokens, self.W_V, self.W_O)  # what a head writes if all is -1, all +1
+        values = torch.einsum("vd,hde,hef->vhf", tokens, self.W_V, self.W_O)
         written = values[0].sum(0) + on_plus @ (values[1] - values[0])
         stream = self.embed[last] + written
         stream = stream if pre else self.norm_attention(stream)
@@ -274,7 +274,7 @@ def affine(model: RelativeTransformer, length: int) -> tuple[float, Float[np.nda
     """
     cfg = model.cfg
     with torch.no_grad():
-        attention = design(cfg.kernel, model.log_slope.double().exp().numpy(), length)[:, :-1]  # [lag head]
+        attention = design(cfg.kernel, model.log_slope.double().exp().numpy(), length)[:, :-1]
         embed, out = model.embed.double(), model.out.weight[0].double()
         # what a head writes, seen by the readout, if all it reads is -1, or +1; [input head]
         written = torch.einsum("vd,hde,hef,f->vh", embed, model.W_V.double(), model.W_O.double(), out).numpy()

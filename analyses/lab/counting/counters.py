@@ -63,7 +63,7 @@ def _lstm(w: Tensor, u: Tensor, b: Tensor, hidden: int, step: int) -> None:
     """Cells: the count, whether the letter is b, and if there is room their negatives."""
     for cell, sign in ((0, 1.0), (1, 1.0), *(((3, -1.0), (4, -1.0)) if hidden > 4 else ())):
         kept = cell % 3 == 0
-        b[cell], b[hidden + cell], b[3 * hidden + cell] = SURE, SURE if kept else -SURE, SURE  # put, keep, show
+        b[cell], b[hidden + cell], b[3 * hidden + cell] = SURE, SURE if kept else -SURE, SURE
         new = w[2 * hidden + cell]
         new[A], new[B] = (sign * SURE, -sign * SURE) if kept else (-sign * SURE, sign * SURE)
         new[3] = 0.0 if kept else -sign * SURE

@@ -93,7 +93,7 @@ def line_through(trace: Float[np.ndarray, " letter"]) -> Line:
     slope, start = (float(x) for x in np.polyfit(letter, settled, 1))
     rest = settled - start - slope * letter
     spread = float(((settled - settled.mean()) ** 2).sum())
-    still = spread <= 1e-20 * max(1.0, float(np.abs(settled).max())) ** 2 * len(settled)  # nothing but rounding moves
+    still = spread <= 1e-20 * max(1.0, float(np.abs(settled).max())) ** 2 * len(settled)
     r2 = float("nan") if still else 1 - float((rest**2).sum()) / spread
     return Line(slope, r2, float(np.abs(rest).max()) / abs(slope) if slope and not still else float("inf"))
 

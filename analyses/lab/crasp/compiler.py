@@ -85,7 +85,7 @@ def gate_program(depth: int) -> str:
     return "\n".join(lines)
 
 
-EVERY_WORD_TO, QUICK_EVERY_WORD_TO = 8, 6  # letters; the answers at a word's letters are those of its prefixes
+EVERY_WORD_TO, QUICK_EVERY_WORD_TO = 8, 6  # letters
 LETTERS, WORDS, QUICK_WORDS = 200, 1000, 30
 FEW_WORDS = 15  # random words where a norm does not suffice, and words for the operations
 KEYS = ("program", "norm")

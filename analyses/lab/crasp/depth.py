@@ -90,7 +90,7 @@ class BlockTask(WordsTask):
 
     def __init__(self, k: int, words: int = EVALUATION_WORDS) -> None:
         self.k, self.words = k, words
-        sample_block_words(k, TRAIN_LENGTHS, 1, torch.Generator())  # raises what is wrong with k now, not in a run
+        sample_block_words(k, TRAIN_LENGTHS, 1, torch.Generator())  # raises what is wrong with k
 
     @property
     def identity(self) -> dict[str, Any]:

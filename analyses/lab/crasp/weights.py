@@ -428,7 +428,7 @@ def _assemble(
         model.embed.W_E.copy_(torch.from_numpy(_embedding(stream, plan.held[0], letters)))
         assert model.unembed.untied is not None
         for logit, place in enumerate((P, Q) if plan.negated else (Q, P)):
-            model.unembed.untied[4 + place, logit] = 1.0  # the output is the only truth value beside BOS
+            model.unembed.untied[4 + place, logit] = 1.0
         for block, (W_V, W_O, W_in, W_out) in zip(model.blocks, blocks, strict=True):
             for ln in (block.ln1, block.ln2):
                 cast("Tensor", ln.w).fill_(0.5)

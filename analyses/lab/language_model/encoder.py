@@ -277,6 +277,6 @@ def key_places() -> dict[tuple[int, str], str]:
     places = {}
     for layer in range(LAYERS):
         places[layer, published.BEFORE] = f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embedded"
-        places[layer, published.NORMALIZED] = f"blocks.{layer}.hook_resid_pre"  # of norms without gain and bias
+        places[layer, published.NORMALIZED] = f"blocks.{layer}.hook_resid_pre"
         places[layer, published.HEAD] = f"blocks.{layer}.attn.hook_k"
     return places

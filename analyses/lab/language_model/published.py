@@ -136,7 +136,7 @@ def _run(request: Request, size: Size) -> Results:
     )
     losses = select(curves(started), measure=["train_loss", LOSS]).assign(layer=-1, space="-")
     evaluated = [read_metrics(run.folder) for run in started]
-    reached = min(int(table["step"].max()) if len(table) else 0 for table in evaluated)  # the last step of all runs
+    reached = min(int(table["step"].max()) if len(table) else 0 for table in evaluated)
     at_kept = losses[losses["step"].isin({*fractions["step"], reached})]
     values = pd.concat([fractions, at_kept], ignore_index=True)[[*KEYS, "seed", "value"]]
     settings = shared_settings(started[0], ("norm", "divisor")) | {"contexts": CONTEXTS, "published": PUBLISHED_HOW}

@@ -334,7 +334,7 @@ def analyse(frame: pd.DataFrame, losses: pd.DataFrame) -> dict[str, pd.DataFrame
 
     Holm's p is over the measures TESTED of `removed - kept`.
     """
-    one = frame["model"].eq(BEFORE) & frame["seed"].ne(frame["seed"].min())  # it is one model for every seed
+    one = frame["model"].eq(BEFORE) & frame["seed"].ne(frame["seed"].min())
     wide = frame.pivot(index=["measure", "seed"], columns="model", values="value")
     pairs = {f"{left} - {right}": (left, right) for left, right in ((REMOVED, KEPT), (REMOVED, BEFORE), (KEPT, BEFORE))}
     tested = {"difference": f"{REMOVED} - {KEPT}", "measure": [*TESTED]}

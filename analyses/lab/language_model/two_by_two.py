@@ -42,7 +42,7 @@ SHIPPED_SEED = 0
 WITHOUT_SCALING = {FRACTION: "unselectable_without_scaling", UNDECIDED: "undecided_without_scaling"}
 FROZEN = WITHOUT_SCALING[FRACTION]
 SHARES = (*WITHOUT_SCALING, *WITHOUT_SCALING.values())
-COSTS = {"scaling": "delta_loss_no_scaling", "projection": "delta_loss_no_projection"}  # of every norm, nats per token
+COSTS = {"scaling": "delta_loss_no_scaling", "projection": "delta_loss_no_projection"}  # of every norm, nats
 CONTRASTS = {  # the norm that has the term, and the one that lacks it
     "scaling, with projection": ("layernorm", "projection_only"),
     "scaling, without projection": ("scaling_only", "none"),
@@ -163,7 +163,7 @@ def costs(model: LabTransformer, tokens: torch.Tensor, calibration: torch.Tensor
     intact = model(tokens, return_type="loss").item()
     for term, measure in COSTS.items():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NoOpWarning)  # of norms that lack the term; others of the model have it
+            warnings.simplefilter("ignore", NoOpWarning)  # of norms that lack the term
             with without(model, term, sites="all", tokens=calibration):
                 cost = model(tokens, return_type="loss").item() - intact
         yield ALL_LAYERS, measure, cost

@@ -34,7 +34,7 @@ PER_PARTITION, TRAIN_SHARE = 10, 0.8  # published
 BATCH, EPOCH, STEPS = 6000, 14, 17_000  # published; the published loss is the mean of an epoch's 14 steps
 EPOCHS_OF_DECAY = 10_000  # the published schedule: linear to 0 over ten times the published 1000 epochs
 STEPS_SHOWN = (1000, 2000, 5000, STEPS)
-PARTS = ("queries and keys", "values")  # what a norm before attention feeds, and `PartShrunk` makes small
+PARTS = ("queries and keys", "values")  # what a norm before attention feeds
 KEYS = ["d", "norm", "radius", "step", "measure"]
 TESTED, ACCURACY, ANGLE = "train_loss", "test_accuracy", "angle_deg"
 LEVELS = (0.75, 0.4, 0.21)  # training losses of the published model with projection at 1K, 2K and 5K steps
@@ -164,7 +164,7 @@ def bag_logits(model: LabTransformer, bags: Bags) -> tuple[Tensor, Tensor, Tenso
     q, k, v = (attention._project(y, W, None)[0, :, 0] for W in (attention.W_Q, attention.W_K, attention.W_V))
     scores = q @ k.T / cfg.attn_scale
     factors = (scores - scores.amax(-1, keepdim=True)).exp()
-    written = torch.cat([v @ attention.W_O[0], E.new_ones(len(E), 1)], dim=1)  # the last column sums the weights
+    written = torch.cat([v @ attention.W_O[0], E.new_ones(len(E), 1)], dim=1)
     table = (factors[:, :, None] * written).permute(1, 0, 2)  # [key query d + 1]
     counts = torch.from_numpy(bags.counts[bags.chosen])
     example, token = counts.nonzero(as_tuple=True)
