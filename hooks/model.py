@@ -76,13 +76,13 @@ def plain_path(path: str) -> str:
 
 
 def attentions(blocks: Iterable[nn.Module]) -> dict[int, nn.Module]:
-    """Return the attention modules of a model's blocks, by layer; blocks without attention are left out."""
+    """Return the attention modules of blocks, by layer; blocks without attention are left out."""
     each = ((layer, getattr(block, "attn", None)) for layer, block in enumerate(blocks))
     return {layer: attn for layer, attn in each if isinstance(attn, nn.Module)}
 
 
 def z_point(attn: nn.Module) -> nn.Module:
-    """Return the hook point of the heads' outputs in an attention layer; ValueError if it has none."""
+    """Return the hook point of the heads' outputs in attention; ValueError if it has none."""
     if (point := child_of(attn, "hook_z")) is None:
         raise ValueError("attention has no hook_z, so its heads cannot be edited one by one")
     return point
@@ -206,7 +206,7 @@ def register_edit(module: nn.Module, edit: Any, stack: ExitStack) -> None:
 
 @contextmanager
 def unedited(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Run the modules of a model without edits and without hooks of users at hook points: for tokens of ours."""
+    """Run a model's modules without edits, and without users' hooks at hook points: for tokens of ours."""
     below = set(modules)
     edits = [edit for module, each in _EDITS.items() if module in below for edit in each if not edit.suspended]
     names = ("_forward_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks")

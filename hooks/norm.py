@@ -392,8 +392,7 @@ def formula_of(name: str, module: nn.Module, d: int, device: torch.device, dtype
 
 
 def _answers(module: nn.Module, rows: Float[Tensor, "row d"]) -> list[Float64[Tensor, "row _"]]:
-    """Return what a norm shows at `hook_scale` and `hook_normalized`, its output, and that of 1.5 × the normalized
-    vectors, which hooks make of them."""
+    """Return a norm's divisors, normalized vectors and outputs, and its outputs where hooks edit both."""
     answers: list[Tensor] = []
     scale, normalized = (module.get_submodule(name) for name in ("hook_scale", "hook_normalized"))
     with hooks_on([(point, lambda *seen: answers.append(seen[-1])) for point in (scale, normalized)]):

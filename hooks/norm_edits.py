@@ -103,7 +103,7 @@ class Positions:
         return first.expand(*x.shape[:-1], 1)
 
     def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_block: bool) -> bool:
-        """Note what a call of the model, or of its first block, says of the pass; return whether a pass begins."""
+        """Note what a call of the model or its first block says; return whether a pass begins."""
         if is_block and not self.depth and _is_checkpointed():
             return False  # (the positions are those of the pass that runs again)
         self.depth += not is_block
@@ -360,8 +360,7 @@ class HeadEdit(NormEdit):
         edit: what the readers see of the norm.
         letters: of their hook points, "qkv", or one of them.
         heads: of each block; None: all.
-        attentions: the model's attention layers.
-        cfg: the model's configuration.
+        attentions, cfg: the model's attention layers, and its configuration.
     """
 
     def __init__(
@@ -400,8 +399,7 @@ class HeadEdit(NormEdit):
     def _replace(
         self, attn: nn.Module, letter: str, heads: Sequence[int] | None, queries: int, value: Tensor, hook: Any
     ) -> Tensor:
-        """Replace the columns of these heads (None: of all) by those of the edited norm; `queries`: how many heads
-        the queries have."""
+        """Replace the columns of these heads (None: of all) by those of the edited norm; `queries`: how many heads."""
         self.calls += 1
         W, b = (live_weight(attn, f"{kind}_{letter.upper()}") for kind in "Wb")
         assert W is not None
@@ -467,7 +465,7 @@ def z_of(
     read: Float[Tensor, "batch pos d"],
     instead: Float[Tensor, "batch pos d"],
 ) -> Float[Tensor, "batch pos *heads"]:
-    """Return the outputs z of an attention layer's heads if it, called with these arguments, read another tensor.
+    """Return the heads' outputs z if attention, called with these arguments, read another tensor.
 
     Raises:
         ValueError: it does not read the tensor that is to be replaced, or shows no z.

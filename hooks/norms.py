@@ -45,6 +45,7 @@ _SETTINGS = {"eps", "variance_epsilon", "act_fn", "act", "activation_fn"}
 _SETTINGS |= {"scaling", "attn_scale", "kind", "radius", "forward"}
 
 Reader = tuple[str, int]  # "attention", "mlp", "unembed" or "block", and the block's number
+Root = tuple[Reader, nn.Module]
 
 
 def find_norms(model: object) -> list[Norm]:
@@ -145,15 +146,21 @@ def _survey(model: HookedModel, modules: Sequence[nn.Module]) -> Structure:
         if name and "hook_normalized" in module._modules:
             by_name.setdefault(str(name).rsplit(".", 1)[0], module)
     layers, width = attentions(model.blocks), int(model.cfg.d_model)
-    short, tokens = _ShortPass(by_name), probe_tokens(int(model.cfg.d_vocab), TOKENS)[None].to(device)
-    readers = list(_reading(model.blocks, layers, getattr(model, "unembed", None), by_name.values()))
+    roots = _roots(model.blocks, layers, getattr(model, "unembed", None))
+    tokens = probe_tokens(int(model.cfg.d_vocab), TOKENS)[None].to(device)
     norms: list[Norm] = []
     formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike
     # The pass needs gradients, which inference mode would not have. A bridge warns of hooks at its norms.
     with torch.inference_mode(False), evaluating(model), unedited(modules), warnings.catch_warnings(action="ignore"):
-        with short.recording(readers):
-            logits = model(tokens, return_type="logits")
-        lost, read_by = short.lost(logits), short.readers()
+        # In some architectures, what a norm puts out is given to a module inside attention or MLP alone.
+        for inside in ((), _inside(roots, by_name.values())):
+            short = _ShortPass(by_name)
+            with short.recording([*roots, *inside, *((("block", i), b) for i, b in enumerate(model.blocks))]):
+                logits = model(tokens, return_type="logits")
+            read_by = short.readers()
+            if {reader for readers in read_by.values() for reader in readers} == {reader for reader, _ in roots}:
+                break
+        lost = short.lost(logits)
         for name in dict.fromkeys([*short.outputs, *by_name]):
             module = by_name[name]
             if not all(math.isfinite(parameter.abs().max()) for parameter in module.parameters()):
@@ -170,9 +177,9 @@ def _survey(model: HookedModel, modules: Sequence[nn.Module]) -> Structure:
         # A bridge keeps tensors of a pass; with their graph they could not be copied with the model.
         tensors = {name: value for name, value in vars(attn).items() if isinstance(value, Tensor) and value.grad_fn}
         vars(attn).update({name: value.detach() for name, value in tensors.items()})
-    below = dict(model.named_modules())  # (a bridge puts modules on itself in its first pass)
-    del below[""]
-    identities, unhooked = list(_identities(layers, width, short.read, norms)), unhooked_norms(below, norms)
+    # (A bridge puts modules on itself in its first pass.)
+    below = {path: module for path, module in model.named_modules() if path}
+    identities, unhooked = list(_identities(layers, width, short, norms)), unhooked_norms(below, norms)
     return Structure([*below.values()], _settings(model.cfg, below.values()), norms, identities, lost, unhooked)
 
 
@@ -183,14 +190,12 @@ def _layer_of(name: str, before: Sequence[Norm], layers: int) -> int:
     return layers if any(norm.name.startswith("blocks.") for norm in before) else 0
 
 
-def _identities(
-    layers: Mapping[int, nn.Module], d: int, read: Mapping[Reader, Sequence[Tensor]], norms: Sequence[Norm]
-) -> Iterator[Norm]:
+def _identities(layers: Mapping[int, nn.Module], d: int, short: _ShortPass, norms: Sequence[Norm]) -> Iterator[Norm]:
     """Yield an identity for every block whose attention reads the stream."""
     normalized = {layer for norm in norms for layer in norm.attention_layers}
     for layer, attn in layers.items():
-        inputs = read.get(("attention", layer), [])
-        stream = [t.flatten() for t in read.get(("block", layer), [])]
+        inputs = short.read.get(("attention", layer), [])
+        stream = [t.flatten() for t in short.read.get(("block", layer), [])]
         if not inputs or layer in normalized:
             continue
         if not any(torch.equal(t.flatten(), s) for t in inputs for s in stream):
@@ -211,7 +216,7 @@ def _likeness(module: nn.Module) -> tuple[object, ...]:
 
 
 class _ShortPass:
-    """One pass over two tokens: what norms and their readers are given, and zeros that are added to the norms."""
+    """A pass over two tokens: what norms and their readers are given, and zeros added to the norms."""
 
     def __init__(self, norms: Mapping[str, nn.Module]) -> None:
         self.norms = norms
@@ -222,7 +227,7 @@ class _ShortPass:
         self.leaves: dict[str, list[Tensor]] = {name: [] for name in norms}
 
     @contextmanager
-    def recording(self, readers: Iterable[tuple[Reader, nn.Module]]) -> Iterator[None]:
+    def recording(self, readers: Iterable[Root]) -> Iterator[None]:
         """Record the pass that runs inside the `with` block."""
         after = [(module, partial(self._on_norm, name)) for name, module in self.norms.items()]
         before = [(module, partial(self._on_reader, reader)) for reader, module in readers]
@@ -239,7 +244,7 @@ class _ShortPass:
         return by_norm
 
     def lost(self, logits: Any) -> dict[str, str]:
-        """Return the reason for each norm whose zeros have no gradient: a change of it does not reach the logits."""
+        """Return why a change does not reach the logits, of each norm whose zeros have no gradient."""
         leaves = [leaf for tensors in self.leaves.values() for leaf in tensors]
         unread = "what comes after it does not read its output, or ignores it (weights that are zero)"
         reached: set[int] = set()
@@ -283,20 +288,22 @@ class _ShortPass:
         return [name for name, output in flat_outputs.items() if any(torch.equal(t, output) for t in flat)]
 
 
-def _reading(
-    blocks: Sequence[Any], layers: Mapping[int, nn.Module], unembed: Any, norms: Iterable[nn.Module]
-) -> Iterator[tuple[Reader, nn.Module]]:
-    """Yield blocks, attention, MLPs, the unembedding, and what inside the last three has weights but norms."""
+def _roots(blocks: Sequence[Any], layers: Mapping[int, nn.Module], unembed: Any) -> list[Root]:
+    """Return attention, MLPs and the unembedding."""
     roots: list[tuple[Reader, Any]] = [(("attention", layer), attn) for layer, attn in layers.items()]
     roots += [(("mlp", layer), getattr(block, "mlp", None)) for layer, block in enumerate(blocks)]
     roots.append((("unembed", len(blocks)), unembed))
-    done = set(norms)
+    return [(reader, module) for reader, module in roots if isinstance(module, nn.Module)]
+
+
+def _inside(roots: Sequence[Root], norms: Iterable[nn.Module]) -> Iterator[Root]:
+    """Yield what inside them has weights but norms."""
+    done = {*norms, *(root for _, root in roots)}
     for reader, root in roots:  # (attention comes first: a bridge's MLP may wrap the whole block, as in OPT)
-        for module in root.modules() if isinstance(root, nn.Module) else ():
-            if module not in done and (module is root or module._parameters):
+        for module in root.modules():
+            if module not in done and module._parameters:
                 done.add(module)
                 yield reader, module
-    yield from ((("block", layer), block) for layer, block in enumerate(blocks))
 
 
 def _reads(name: str, readers: Sequence[Reader]) -> str:

@@ -273,9 +273,7 @@ class Objective:
             return
         first, second = float(self.sums(output, tokens)[0]), float(self.sums(output, tokens)[0])
         if not math.isfinite(first) or first != second:
-            raise ObjectiveError(
-                f"{self.name} returned {first} and {second} on one output: it must be finite and fixed"
-            )
+            raise ObjectiveError(f"{self.name} returned {first} and {second} on one output: must be finite and fixed")
 
 
 def twins(facts: Facts) -> Int[Tensor, "2 4"]:

@@ -99,9 +99,13 @@ def batches(
 
 def check_finite(values: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError if one of these tensors is not finite; names it, with the place."""
-    for path, value in values:
-        # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
-        if not torch.isfinite(value.sum()) and len(places := (~torch.isfinite(value)).nonzero()):
+    named = list(values)
+    # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long. Sums are read
+    # together: a GPU is waited for once.
+    sums = torch.stack([value.sum().float().to(named[0][1].device) for _, value in named])
+    for number in (~sums.isfinite()).nonzero().flatten().tolist():
+        path, value = named[number]
+        if len(places := (~torch.isfinite(value)).nonzero()):
             place = places[0].tolist()
             what = f"{plain_path(path)}: {float(value[tuple(place)])} at {place}"
             raise ValueError(f"{what}: is the checkpoint damaged, or try float32")
@@ -202,7 +206,8 @@ def second_pass(
         recorder: records attention; None: there is none to record.
         default: whether these are the model's default prompts, of which a probe takes no more than `Probe.prompts`.
     """
-    run, maps, constants, heads = start.run, start.maps, start.run.constants, start.run.heads
+    run, maps = start.run, start.maps
+    constants, heads = run.constants, run.heads
     every = [ProbeObserver(p, run, p.prompts if default else None) for p in probes]
     radii = {} if maps is None else maps.radii()
     numbers, norms, attention = range(0), list[ProbeObserver](), list[ProbeObserver]()
@@ -283,7 +288,8 @@ def measure_norms(
         model: in evaluation mode; the others as of `analyze`, checked.
     """
     tell("preparing prompts")
-    facts, device = facts_of(model), device_of(model.parameters())
+    facts = facts_of(model)
+    device = device_of(model.parameters())
     how: dict[str, Any] = {"max_tokens": max_tokens, "prepend_bos": prepend_bos}
     ready = make_prompts(facts, prompts, token_names=token_names, max_prompts=max_prompts, **how)
     other = None if calibration is None else calibration_prompts(facts, calibration, **how)
@@ -396,7 +402,8 @@ def _calibration(
     if own is None and facts.tokenizer is None:
         return (), OWN_MEANS, (f"{_ONE_GROUP}, so the constants are its own means",)
     source = f"{CALIBRATION} ({BUNDLED if own is None else own.source})"
-    return default_tokens(facts, CALIBRATION_PART), source, (f"{_ONE_GROUP}, so the constants are {source}",)
+    note = f"{_ONE_GROUP}, so the constants are {source}"
+    return default_tokens(facts, CALIBRATION_PART), source, (note,)
 
 
 def _shipped(facts: Facts, parameters: Iterable[Tensor], prompts: Prompts) -> dict[str, Halves] | None:

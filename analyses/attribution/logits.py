@@ -413,7 +413,8 @@ def logit_lens(
         raise AttributionError(f"scale must be 'own' or 'final', got {scale!r}")
     hooked = check_model(model)
     with evaluating(hooked):
-        end, layers = _end_of(hooked), range(len(hooked.blocks))
+        end = _end_of(hooked)
+        layers = range(len(hooked.blocks))
         prompts = Prompts(hooked, tokens_or_cache, positions)
         by_row, errors = dict[int, Tensor](), list[float]()
         for rows, seen in prompts.records(end.wiring, end.place):

@@ -72,8 +72,12 @@ def query_ellipsoid(
     a norm that does not scale."""
     if (reached := reachable_queries(heads, norm)) is None:
         return None
-    center, axes = _turned(heads, reached.center, reached.axes, position)
-    return center / heads.divisor, axes / heads.divisor
+    name = f"{norm.name}, at a position"  # the last one asked for: prompts of one length ask for the same
+    if name not in heads.known or heads.known[name][0] != position:
+        center, axes = _turned(heads, reached.center, reached.axes, position)
+        heads.known[name] = position, (center / heads.divisor, axes / heads.divisor)
+    ellipsoid: tuple[Tensor, Tensor] = heads.known[name][1]
+    return ellipsoid
 
 
 def query_directions(

@@ -82,7 +82,7 @@ def packed(content: Any) -> str:
 
 def compressed(content: bytes) -> str:
     """Return base64 of zlib."""
-    return base64.b64encode(zlib.compress(content, 9)).decode()
+    return base64.b64encode(zlib.compress(content)).decode()
 
 
 @cache
