@@ -14,6 +14,7 @@ tables.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,23 +55,20 @@ def _cell(template: str, row: dict[Any, Any]) -> str:
     return "–" if "nan" in text else text
 
 
-STATUS, AGREES = ("done", "scaled down", "not done"), ("yes", "partly", "no", "-")
+STATUS, ORDERING = ("done", "scaled down", "not done"), ("yes", "partly", "no", "-")
+FIGURE, INTERVAL = re.compile(r"[\d.]+"), re.compile(r"\[([-+.\de]+), ([-+.\de]+)\]")
 CLAIMS = ROOT / "analyses" / "lab" / "published" / "sources.toml"
 
 
 def claims(source: str) -> list[dict[str, str]]:
-    """The rows of a source's claims, `here` filled in from its kept table.
-
-    Raises:
-        ValueError: an unknown status, a row without what its status asks for, a query that selects not one row.
-    """
+    """The rows of a source's claims, `here` filled in from its kept table; ValueError if something is missing."""
     rows, sources = [], tomllib.loads(CLAIMS.read_text(encoding="utf-8"))
     for claim in sources[source]:
         status = claim.get("status", "done")
         scaled = ["how", "published", "here", "refutable"]
         needed = {"done": ["published", "here"], "not done": ["how"]}.get(status, scaled)
-        if status not in STATUS or not all(claim.get(k) for k in needed) or claim.get("agrees", "-") not in AGREES:
-            raise ValueError(f"{source}, {claim['claim']!r}: status, agrees or one of {', '.join(needed)} is wrong")
+        if status not in STATUS or not all(claim.get(k) for k in needed) or claim.get("ordering", "-") not in ORDERING:
+            raise ValueError(f"{source}, {claim['claim']!r}: status, ordering or one of {', '.join(needed)} is wrong")
         if "table" in claim:
             found = pd.read_csv(CLAIMS.parent / f"{claim['table']}.csv", keep_default_na=False, na_values=[""])
             found = found.query(claim["where"])
@@ -78,8 +76,18 @@ def claims(source: str) -> list[dict[str, str]]:
                 raise ValueError(f"{source}, {claim['claim']!r}: {len(found)} rows of {claim['table']}, not one")
             claim = claim | {"here": claim["here"].format(**found.iloc[0])}
         defaults = {"status": status, "version": sources["version"][source], "published": "-", "here": "-", "how": ""}
-        rows.append(defaults | {"agrees": "-" if status == "not done" else "yes", "refutable": ""} | claim)
+        row = defaults | {"ordering": "-" if status == "not done" else "yes", "refutable": ""} | claim
+        rows.append(row | {"agrees": agreement(row["ordering"], row["published"], row["here"])})
     return rows
+
+
+def agreement(ordering: str, published: str, here: str) -> str:
+    """Whether the published ordering holds; partly, too, if `published` begins with a figure outside our interval."""
+    figure, interval = FIGURE.match(published), INTERVAL.search(here)
+    if ordering != "yes" or figure is None or interval is None:
+        return ordering
+    low, high = map(float, interval.groups())
+    return "yes" if low <= float(figure[0]) <= high else "partly"
 
 
 def claims_table(source: str) -> str:

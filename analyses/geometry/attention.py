@@ -1,16 +1,17 @@
 """The largest softmax weight over a set of queries: Newton's method with a bound from above, compiled.
 
-The set is a solid ellipsoid `center + axes @ u`, `|u| <= 1`: what a head can produce from a normalized residual stream,
-or the part of it that occurs. For scores `s_j = h_j + z_j·u` the function `f(u) = log Σ_j exp(s_j) - s_i = -log w_i(u)`
-is convex, so at any point of the unit ball, with gradient `g`, no query of the ball has a weight above
+The set is a solid ellipsoid `center + axes @ u`, `|u| <= 1`: what a head can produce from a normalized
+residual stream, or the part of it that occurs. For scores `s_j = h_j + z_j·u` the function
+`f(u) = log Σ_j exp(s_j) - s_i = -log w_i(u)` is convex. So at any point of the unit ball, with
+gradient `g`, no query of the ball has a weight above
 
     w_i(u) · exp(g·u + |g|)
 
-(the Frank-Wolfe gap: g·(u - v) is largest at v = -g/|g|). A step goes towards the minimum of the second-order model of
-f over the ball. On the sphere that is the v with `(H + c) v = H u - g` and `|v| = 1`; c, which is -g·v there, is taken
-to be -g·u, and the system is solved by conjugate gradients from v = u, a dozen products with the keys that share the
-attention (an inexact Newton method: Nocedal & Wright, Numerical Optimization, 2006, §7.1). A line search cuts the step
-short if the model was too bold.
+(the Frank-Wolfe gap: g·(u - v) is largest at v = -g/|g|). A step goes towards the minimum of the
+second-order model of f over the ball. On the sphere that is the v with `(H + c) v = H u - g` and
+`|v| = 1`; c, which is -g·v there, is taken to be -g·u. The system is solved by conjugate gradients
+from v = u: a dozen products with the keys that share the attention (an inexact Newton method: Nocedal
+& Wright, Numerical Optimization, 2006, §7.1). A line search cuts a step short.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ln_probe.analyses.geometry.check import Attention, Floats, Ints, Scratch, Space, keep_attention
-from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part
+from ln_probe.analyses.geometry.check import Attention, Floats, Ints, Scratch, Space, keep_attention, space_of
+from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part, compiled_slice
 from ln_probe.analyses.geometry.nearest import combine
 
-# Keys with less than this share of the largest competing weight are left out of the second-order model (never of the
-# value, the gradient or the bound). With 1e-3 steps are 12 % fewer and half as dear again.
+# Keys with less than this share of the largest competing weight are left out of the second-order
+# model. With 1e-3 steps are 12 % fewer and take half as long again.
 MODEL_SHARE = 2e-2
-# A step of which the line search leaves less than BOLD was blocked by keys that the model left out: it is
-# made finer by FINER, down to FINEST.
+# A step of which the line search leaves less than BOLD was blocked by keys that the model left out:
+# it is made finer by FINER, down to FINEST.
 BOLD, FINER, FINEST = 0.2, 0.1, 1e-12
 # Conjugate directions per step at most, and the share of the squared residual at which they end.
 CONJUGATE, SOLVED = 30, 1e-4
-# c is at least this share of |g|: far from the minimum, or if that lies inside the ball, -g·u can be zero or less.
+# c is at least this share of |g|: -g·u can be zero or less.
 LEAST = 0.1
 # A line search ends where the slope is down to this share of what it was.
 FLAT, SEARCH_STEPS = 0.3, 40
-# A model step that gains less than this share of what the linear model promises has met rounding.
+# A model step that gains less than this share of what the linear model promises is rounding.
 TRUST = 0.01
-# The largest weight is found to this share of what was asked for; the rest is left to the rounding of the proof.
+# The largest weight is found to this share of what was asked for; the proof rounds.
 PROOF = 1 - 1e-4
-# Newton steps per key. Heads with scores of tens of nats take 1 to 20; with hundreds of nats log w has kinks and takes
-# a hundred.
+# Newton steps per key. Heads with scores of tens of nats take 1 to 20; with hundreds of nats log w
+# has kinks and takes a hundred.
 NEWTON_STEPS = 400
 
-# exp(x) = 2^k exp(r): log2(e), the two parts of log(2), what rounds to whole numbers when it is added (its lowest bits
-# are then k), and exponents below which it is 0.
+# exp(x) = 2^k exp(r): log2(e), the two parts of log(2), what rounds to whole numbers when it is
+# added (its lowest bits are then k), and exponents below which it is 0.
 LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 6.93147180369123816490e-01, 1.90821492927058770002e-10
 ROUNDER, LOWEST = 6755399441055744.0, -700.0
 
@@ -73,7 +74,7 @@ def attention_room(count: int, dim: int) -> Room:
 
 @compiled_part
 def exponentials(values: Floats, shift: float, power: Floats, bits: Ints, out: Floats) -> float:
-    """Set `out = exp(values - shift)`, to about one ulp where that is above 1e-304, else 0; return the sum."""
+    """Set `out = exp(values - shift)`, to about one ulp (0 below 1e-304); return the sum."""
     count = values.shape[0]
     for j in range(count):
         power[j] = (values[j] - shift) * LOG2_E + ROUNDER
@@ -176,7 +177,7 @@ def model_minimum(room: Room, many: int, u: Floats) -> None:
 
 @compiled_part
 def set_gradient(rows: Floats, i: int, u: Floats, room: Room) -> tuple[float, float]:
-    """Set the gradient of f at u and the mean key; return how much lower f can be in the ball, and |gradient|."""
+    """Set the gradient of f at u and the mean key; return how much lower f can be, and |gradient|."""
     weight, gradient, mean = room.keyed[WEIGHT], room.vectors[GRADIENT], room.vectors[MEAN]
     count, dim = rows.shape
     combine(rows, weight, count, dim, mean)
@@ -191,7 +192,7 @@ def set_gradient(rows: Floats, i: int, u: Floats, room: Room) -> tuple[float, fl
 
 @compiled_part
 def set_spread(rows: Floats, i: int, model: float, room: Room) -> int:
-    """Set the rows whose products sum to the second derivative of f; return how many there are."""
+    """Set the rows whose products sum to the second derivative of f; return their number."""
     weight, mean = room.keyed[WEIGHT], room.vectors[MEAN]
     count, dim = rows.shape
     rival = 0.0
@@ -212,7 +213,7 @@ def set_spread(rows: Floats, i: int, model: float, room: Room) -> int:
 
 @compiled_part
 def line_search(room: Room, i: int, value: float, slope: float) -> tuple[float, float]:
-    """Return the share of a step (at most 1) at which f has nearly stopped falling, and f there; weights in `trial`."""
+    """Return the share of a step at which f has nearly stopped falling, and f there."""
     scores, change, trial, sums = room.keyed[SCORES], room.keyed[CHANGE], room.keyed[TRIAL], room.keyed[SHORT]
     count = scores.shape[0]
     low, high, share, lower = 0.0, 1.0, 1.0, value
@@ -241,7 +242,7 @@ def line_search(room: Room, i: int, value: float, slope: float) -> tuple[float, 
 
 @compiled_part
 def take_best_start(columns: Floats, offset: Floats, i: int, starts: Floats, room: Room, u: Floats) -> float:
-    """Set u to the row of `starts` that gives key i the largest weight, and what is known there; return f there."""
+    """Set u to the row of `starts` that gives key i the largest weight; return f there."""
     dim, count = columns.shape
     scores, change, weight, trial = room.keyed[SCORES], room.keyed[CHANGE], room.keyed[WEIGHT], room.keyed[TRIAL]
     value = np.inf
@@ -259,44 +260,53 @@ def take_best_start(columns: Floats, offset: Floats, i: int, starts: Floats, roo
     return value
 
 
+attention_of = compiled_slice(Attention)
+
+
 @compiled_in_place
 def bound_attention(
-    space: Space,
-    rows: Floats,
-    columns: Floats,
-    radius: float,
+    spaces: Space,
+    row_sets: Floats,
+    column_sets: Floats,
+    radii: Floats,
     starts: Floats,
     gap: float,
     budget: float,
     room: Room,
     points: Floats,
-    attention: Attention,
+    all_attention: Attention,
     scratch: Scratch,
 ) -> None:
-    """Bracket the largest softmax weights over the ball of queries of a radius that are not known yet.
+    """Bracket the largest softmax weights over the ball of queries of a radius, if that is positive.
 
-    The steps stop when a weight is known to `gap`, or when they or the budget (multiply-adds) run out; the first way
-    that fails is followed by a second one, from the middle of the ball.
+    The steps stop when a weight is known to `gap`, or when they or the budget (multiply-adds) run
+    out; the first way that fails is followed by a second one, from the middle of the ball.
 
     Args:
-        rows, columns: "key dim" and "dim key", in nats, times the radius.
+        row_sets, column_sets: "set key dim" and "set dim key", in nats, times the radius.
+        radii: of each set.
         starts: directions of u in which good queries are expected, a row for each key.
         points: "4 dim", are written to.
     """
-    (count, dim), offset = rows.shape, space.offset
+    sets, count, dim = row_sets.shape
     scores, change, weight, trial = room.keyed[SCORES], room.keyed[CHANGE], room.keyed[WEIGHT], room.keyed[TRIAL]
     u, proof, step = points[2], points[3], room.vectors[STEP]
-    for i in range(count):
-        length, start = 0.0, 0.0
+    for place in range(sets * count):
+        b, i = place // count, place % count
+        radius, rows, columns, aim = radii[b], row_sets[b], column_sets[b], starts[b, i]
+        if not radius > 0.0:
+            continue
+        space, attention = space_of(spaces, b), attention_of(all_attention, b)
+        offset, length, start = space.offset, 0.0, 0.0
         for t in range(dim):
             length += rows[i, t] * rows[i, t]
-            start += starts[i, t] * starts[i, t]
+            start += aim[t] * aim[t]
         for attempt in range(2):
             if attention.upper[i] - attention.lower[i] <= gap:
                 break
             for t in range(dim):
                 points[0, t] = rows[i, t] / np.sqrt(length) if length > 0.0 and attempt == 0 else 0.0
-                points[1, t] = starts[i, t] / np.sqrt(start) if start > 0.0 and attempt == 0 else 0.0
+                points[1, t] = aim[t] / np.sqrt(start) if start > 0.0 and attempt == 0 else 0.0
             value, bound, model = take_best_start(columns, offset, i, points[: 2 - attempt], room, u), 1.0, MODEL_SHARE
             spent = 0.0
             for _ in range(NEWTON_STEPS):
@@ -316,7 +326,7 @@ def bound_attention(
                 for t in range(dim):
                     step[t] = room.vectors[AIM, t] - u[t]
                     slope += room.vectors[GRADIENT, t] * step[t]
-                if slope > -TRUST * most:  # rounding in the model: straight to where the gradient points
+                if slope > -TRUST * most:  # rounding: along the gradient
                     slope = -most
                     for t in range(dim):
                         step[t] = -room.vectors[GRADIENT, t] / slope_length - u[t]

@@ -1,49 +1,46 @@
 """Prove certificates: nothing leaves the geometry that this module did not prove first.
+This is plain arithmetic on the keys as they were given. It shares only the compiler with the solvers.
 
-This is plain arithmetic on the keys as they were given. It shares the compiler with the solvers, and nothing else: not
-the merging of equal keys, nor their coordinates.
+A sum of m products, in any order, is off by at most m·eps times the sum of their magnitudes
+(N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, §3.1). So every score carries a bound
+of its error, which is taken off lower bounds and added to upper ones. The bound itself has the factor
+`AMPLE`, which covers its own rounding. Centring is harmless: a difference rounds to within eps/2 of
+*itself*, and any shift common to all keys cancels. What underflows is below `UNDERFLOW`.
 
-A sum of m products, in any order and with or without fused multiplication, is off by at most m·eps times the sum of
-their magnitudes (N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, §3.1). So every score carries a bound
-of its error, which is taken off lower bounds and added to upper ones; this bound is itself computed with the factor
-`AMPLE`, which covers its own rounding and that of the few operations that follow. Centring is harmless: a difference
-rounds to within eps/2 of *itself*, and any shift common to all keys cancels. What underflows is below `UNDERFLOW`.
-
-The claims, for key i among points z (verdicts: the keys over their RMS norm; margins and attention: `Aᵀk`; a bias over
-its own RMS is one more coordinate, in which a query looks upwards only):
+The claims, for key i among points z (verdicts: the keys over their RMS norm; margins and attention:
+`Aᵀk`; a bias over its own RMS is one more coordinate, in which a query looks upwards only):
 
 * `query_lead`: a unit query q has q·z_i - q·z_j of at least this for every j that counts.
 * `weights_miss`: convex weights of other keys have their mean within this of z_i (and at least its bias).
-* `gap_at_least`, `gap_at_most`: the best gap over |u| ≤ 1, max_u min_j [(s_i - s_j)], is at least what one u gives; and
-  for convex weights w of other keys at most Σ w_j (h_i - h_j) + |Σ w_j (z_i - z_j)| (h: scores of the center), since a
-  minimum is no more than any mean.
-* `attention_bounds`: the largest softmax weight is at least what one u gives; and for any convex weights p of all keys
-  at most exp(-[H(p) + Σ p_j (h_j - h_i) - |Σ p_j (z_j - z_i)|]), H the entropy, since log Σ exp s_j ≥ Σ p_j s_j + H(p)
-  (Gibbs).
+* `gap_at_least`, `gap_at_most`: the best gap over |u| ≤ 1, max_u min_j [(s_i - s_j)], is at least what one u
+  gives, and at most Σ w_j (h_i - h_j) + |Σ w_j (z_i - z_j)| for convex weights w of other keys
+  (h: scores of the center), since a minimum is no more than any mean.
+* `attention_bounds`: the largest softmax weight is at least what one u gives, and by Gibbs' inequality
+  at most exp(-[H(p) + Σ p_j (h_j - h_i) - |Σ p_j (z_j - z_i)|]) for any convex weights p, H the entropy.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part
+from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part, compiled_slice
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# The one tolerance of the geometry, relative to the RMS norm of the centred keys: above what float32 rounding leaves of
-# keys in a plane (of 5,400 interior keys, 1e-7 mistakes 6 for vertices, 1e-8 669), and small, since keys on a sphere
-# closer than sqrt(8 TAU) to both neighbours count as inside (of 30,000 LayerNorm outputs on a circle 3).
+# The one tolerance of the geometry, relative to the RMS norm of the centred keys. It is above what
+# float32 rounding leaves of keys in a plane (of 5,400 interior keys, 1e-7 mistakes 6 for vertices, 1e-8
+# 669). It is small, since keys on a sphere closer than sqrt(8 TAU) to both neighbours count as inside.
 TAU = 1e-7
-# Both sides of tau are decided up to this share of it: the RMS norm that tau is relative to is itself rounded.
+# Both sides of tau are decided up to this share of it, since the RMS norm is itself rounded.
 SLACK = 1e-6
 
 EPS = float(np.finfo(np.float64).eps)
-# A bound of rounding errors times this covers its own rounding, and that of the few operations that follow.
+# A bound of rounding errors times this covers its own rounding, and a few more operations.
 AMPLE = 2.0
 UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
 NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
@@ -57,7 +54,10 @@ class CertificateError(AssertionError):
 
 
 class Space(NamedTuple):
-    """Points, what is added to their products with a query, and the error of both."""
+    """Points, what is added to their products with a query, and the error of both.
+
+    Of several sets, here and below, every array leads with the set.
+    """
 
     rows: Floats  # "key dim"
     columns: Floats  # "dim key"
@@ -109,12 +109,29 @@ class Scratch(NamedTuple):
     mean: Floats  # " dim"
 
 
+_Table = TypeVar("_Table", bound=NamedTuple)
+
+
+def of_sets(table: _Table, part: slice | int) -> _Table:
+    """Return what a table of several sets says about some, or one, of them."""
+    fields: list[Any] = list(table)
+    for place, field in enumerate(fields):
+        if isinstance(field, np.ndarray):
+            fields[place] = field[part]
+        elif isinstance(field, tuple):
+            fields[place] = of_sets(cast("Any", field), part)
+    return table._make(fields)
+
+
+space_of, verdicts_of = compiled_slice(Space), compiled_slice(Verdicts)
+
+
 def make_space(rows: Floats, offset: Floats, noise: Floats) -> Space:
     """Return the space of some points from the noise that they have by themselves."""
-    length = np.sqrt(np.einsum("kd,kd->k", rows, rows))
+    length = np.sqrt(np.einsum("...kd,...kd->...k", rows, rows))
     stored = np.where(length > 0.0, noise + UNDERFLOW, noise)
-    error = stored + AMPLE * (rows.shape[1] + 4) * EPS * (length + np.abs(offset))
-    return Space(rows, np.ascontiguousarray(rows.T), offset, length, stored, error)
+    error = stored + AMPLE * (rows.shape[-1] + 4) * EPS * (length + np.abs(offset))
+    return Space(rows, np.ascontiguousarray(rows.mT), offset, length, stored, error)
 
 
 def make_scratch(count: int, dim: int) -> Scratch:
@@ -134,16 +151,18 @@ def squared_distance(rows: Floats, i: int, j: int) -> float:
 
 @compiled_in_place
 def find_copies(rows: Floats, first: Ints, copies: Ints) -> None:
-    """Set the first key within tau of every key, and how many other keys are."""
-    count, reach = rows.shape[0], TAU * (1.0 + SLACK)
-    for j in range(count):
-        first[j], copies[j] = j, 0
-    for i in range(count):
-        for j in range(i + 1, count):
-            if abs(rows[i, 0] - rows[j, 0]) <= reach and squared_distance(rows, i, j) <= reach * reach:
-                copies[i] += 1
-                copies[j] += 1
-                first[j] = min(first[j], i)
+    """Set the first key of its set within tau of every key, and how many other keys are."""
+    count, reach = rows.shape[1], TAU * (1.0 + SLACK)
+    for b in range(rows.shape[0]):
+        of_set = rows[b]
+        for j in range(count):
+            first[b, j], copies[b, j] = j, 0
+        for i in range(count):
+            for j in range(i + 1, count):
+                if abs(of_set[i, 0] - of_set[j, 0]) <= reach and squared_distance(of_set, i, j) <= reach * reach:
+                    copies[b, i] += 1
+                    copies[b, j] += 1
+                    first[b, j] = min(first[b, j], i)
 
 
 @compiled_part
@@ -176,7 +195,7 @@ def scores_under(space: Space, query: Floats, out: Floats) -> None:
 
 @compiled_part
 def lead_under(space: Space, i: int, query: Floats, scores: Floats, upwards: bool, absent: Bools) -> float:
-    """Return how far a query of length one, along `query`, is proved to score key i above all that are not absent.
+    """Return how far a query of length one is proved to score key i above all that are not absent.
 
     Args:
         scores: of all points under `query`, sums of products in any order.
@@ -208,11 +227,11 @@ def query_lead(space: Space, i: int, query: Floats, upwards: bool, scratch: Scra
 def weights_miss(
     space: Space, i: int, member: Ints, value: Floats, used: int, upwards: bool, out: Floats
 ) -> tuple[float, float]:
-    """Return bounds of how far the mean of weights is from key i, and the distance of the nearest key that has one.
+    """Return how far the mean of weights is from key i at most, and the nearest key that has one.
 
     Returns:
-        the upper bound of the length of Σ w_j (z_j - z_i), a surplus upwards not counted, infinite if the weights are
-        not convex weights of other keys; and the smallest |z_j - z_i| of a weight that is not zero.
+        the upper bound of |Σ w_j (z_j - z_i)|, a surplus upwards not counted, infinite if the weights
+        are not convex weights of other keys; and the smallest |z_j - z_i| of a positive weight.
     """
     count, dim = space.rows.shape
     total, size, noise, nearest = 0.0, 0.0, 0.0, np.inf
@@ -247,12 +266,12 @@ def weights_miss(
 
 @compiled_part
 def prove_query(space: Space, i: int, trial: Floats, biased: bool, verdicts: Verdicts, scratch: Scratch) -> None:
-    """Give key i a verdict if a query proves it; the keys that do not compete are marked as absent."""
+    """Give key i a verdict if a query proves it against the keys that are not absent."""
     count, last = space.rows.shape[0], trial.shape[0] - 1
     lead = -np.inf
     for attempt in range(2):
         if biased and attempt == 1 and trial[last] <= 0.0:
-            # One that is added to biased scores must count the bias: a little, which a ten-thousandth of its lead pays.
+            # Added to biased scores, it must count the bias: a little, for a ten-thousandth of its lead.
             length, low, high = 0.0, np.inf, -np.inf
             for t in range(last):
                 length += trial[t] * trial[t]
@@ -286,9 +305,54 @@ def prove_weights(
             verdicts.member[i, a], verdicts.value[i, a] = member[a], value[a]
 
 
+@compiled_in_place
+def try_scores(
+    spaces: Space,
+    trials: Floats,
+    scores: Floats,
+    first: int,
+    biased: bool,
+    wanted: Bools,
+    start: Ints,
+    all_verdicts: Verdicts,
+    scratch: Scratch,
+) -> None:
+    """Give verdicts to keys without one that queries prove, from the scores of all keys under these."""
+    many = trials.shape[1]
+    for place in range(trials.shape[0] * many):
+        b, a, best = place // many, place % many, -np.inf
+        i = first + a
+        if not wanted[b] or all_verdicts.code[b, i] != UNDECIDED:
+            continue
+        space, verdicts, under = space_of(spaces, b), verdicts_of(all_verdicts, b), scores[b, a]
+        set_absent(space.rows, i, verdicts.copies, scratch.absent)
+        for j in range(under.shape[0]):
+            if not scratch.absent[j] and under[j] > best:
+                best, start[b, i] = under[j], j
+        if under[i] > best:
+            if biased:
+                prove_query(space, i, trials[b, a], biased, verdicts, scratch)
+            else:
+                lead = lead_under(space, i, trials[b, a], under, biased, scratch.absent)
+                keep_lead(i, lead, trials[b, a], verdicts)
+
+
+@compiled_in_place
+def try_weights(spaces: Space, biased: bool, all_verdicts: Verdicts, scratch: Scratch) -> None:
+    """Give verdicts to keys without one that the weights at their place prove."""
+    sets, count = all_verdicts.code.shape
+    for place in range(sets * count):
+        b, i = place // count, place % count
+        if all_verdicts.code[b, i] == UNDECIDED:
+            verdicts = verdicts_of(all_verdicts, b)
+            used, verdicts.used[i] = verdicts.used[i], 0
+            member, value = verdicts.member[i], verdicts.value[i]
+            prove_weights(space_of(spaces, b), i, member, value, used, biased, verdicts, scratch)
+
+
 @compiled_part
 def into_ball(u: Floats, dim: int) -> None:
-    """Shorten a point until its length is at most 1, rounding included; what is not finite becomes 0."""
+    """Shorten a point until its length is at most 1, rounding included."""
     square = 0.0
     for t in range(dim):
         if not np.isfinite(u[t]):
@@ -302,7 +366,7 @@ def into_ball(u: Floats, dim: int) -> None:
 
 @compiled_part
 def gap_at_least(space: Space, i: int, u: Floats, out: Floats) -> float:
-    """Return a lower bound of the smallest gap of key i to any other key under u, in the unit ball."""
+    """Return a lower bound of the smallest gap of key i to any other key under u."""
     count = space.rows.shape[0]
     scores_under(space, u, out)
     best = -np.inf
@@ -314,7 +378,7 @@ def gap_at_least(space: Space, i: int, u: Floats, out: Floats) -> float:
 
 @compiled_part
 def gap_at_most(space: Space, i: int, member: Ints, value: Floats, used: int, out: Floats) -> float:
-    """Return what convex weights of other keys allow the best gap to be; infinite if they are not such weights."""
+    """Return what convex weights of other keys allow the best gap to be, infinite for other weights."""
     miss, _ = weights_miss(space, i, member, value, used, used < 0, out)
     if miss == np.inf:
         return np.inf
@@ -349,7 +413,7 @@ def keep_bound(space: Space, i: int, member: Ints, value: Floats, used: int, mar
 
 @compiled_part
 def attention_bounds(space: Space, i: int, u: Floats, radius: float, scratch: Scratch) -> tuple[float, float]:
-    """Return the softmax weight that u gives key i, and what its weights prove that no query exceeds.
+    """Return the softmax weight that u gives key i, and what no query is proved to exceed.
 
     Args:
         u: a point no further than `radius` from the middle of the ball.
@@ -397,7 +461,7 @@ def attention_bounds(space: Space, i: int, u: Floats, radius: float, scratch: Sc
 def keep_attention(
     space: Space, i: int, u: Floats, proof: Floats, radius: float, scratch: Scratch, attention: Attention
 ) -> None:
-    """Keep the bounds that two points of the unit ball, brought to a radius, prove if they are tighter than before."""
+    """Keep the bounds that two points of the unit ball, brought to a radius, prove if they are tighter."""
     dim, alike = u.shape[0], True
     into_ball(u, dim)
     into_ball(proof, dim)

@@ -1,24 +1,25 @@
-"""How inner loops are compiled (numba, without the interpreter lock, cached on disk) and run in several threads.
+"""How inner loops are compiled (numba, cached on disk) and run in several threads.
 
-Loops round as they are written: sums are not reordered and products not fused. So results do not depend on where arrays
-lie in memory, on threads, or on whether code was just compiled or read from the cache. Loops run on vector registers
-where they go along the last axis of arrays that they add to (`out[j] += a * row[j]`); sums of products do not.
+Loops round as they are written: sums are not reordered and products not fused. So results do not depend
+on where arrays lie in memory, on threads, or on the cache. Loops run on vector registers where they go along
+the last axis of arrays that they add to (`out[j] += a * row[j]`); sums of products do not.
 
-numba takes cached code for valid while a function's own file is unchanged, but the code contains what the function
-calls in other files. So the code of every state of the sources, of every numba and of every kind of processor has a
-folder of its own.
+numba takes cached code for valid while a function's own file is unchanged, but the code contains what
+the function calls in other files. So the code of every state of the sources, of every numba and of every
+kind of processor has a folder of its own.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
@@ -30,53 +31,50 @@ from ln_probe.analyses.progress import tell_delay
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
+_Table = TypeVar("_Table", bound=NamedTuple)
 
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-# Without memory to allocate there are no references to count, which took half of the time of small sets; and arrays
-# that are made in compiled functions took a tenth of the compilation.
-_IN_PLACE = _OPTIONS | {"_nrt": False}
+# Without memory to allocate ("_nrt") there are no references to count, which took half of the time
+# of small sets; arrays in compiled functions took a tenth of the compilation.
+_IN_PLACE: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
 # (A part that does not say so is inlined wherever it is called, if what calls it first is inlined itself.)
 _PART = _IN_PLACE | {"no_cpython_wrapper": True, "forceinline": False}
 
 
-def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function` on its first call.
-
-    The machine code is cached in the user's cache folder, or below `NUMBA_CACHE_DIR`; where neither can be written it
-    is compiled anew in every process.
-    """
-    return _with_cache(function, _OPTIONS)
-
-
 def compiled_in_place(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function`, which makes no arrays, on its first call."""
-    return _with_cache(function, _IN_PLACE)
+    """Compile `function`, which makes no arrays, on its first call.
 
-
-def _with_cache(function: Callable[_Args, _Result], options: dict[str, Any]) -> Callable[_Args, _Result]:
+    The machine code is cached in the user's cache folder, or below `NUMBA_CACHE_DIR`;
+    where neither can be written it is compiled anew in every process.
+    """
     folder = cache_folder(Path(function.__code__.co_filename).resolve().parent)
     if folder is None:
-        return cast("Callable[_Args, _Result]", numba.njit(function, **options))
+        return cast("Callable[_Args, _Result]", numba.njit(function, **_IN_PLACE))
     settings: Any = numba.config  # its attributes are set when it is imported
     before, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
     try:
-        return cast("Callable[_Args, _Result]", numba.njit(function, cache=True, **options))
+        return cast("Callable[_Args, _Result]", numba.njit(function, cache=True, **_IN_PLACE))
     finally:
         settings.CACHE_DIR = before
 
 
 def compiled_part(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function`, which makes no arrays, for compiled functions to call; nothing else can call it."""
+    """Compile `function`, which makes no arrays, for compiled functions alone to call."""
     return cast("Callable[_Args, _Result]", numba.njit(function, **_PART))
 
 
 def compiled_inline(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function` into those that call it: a part with many arrays that is called often, from one place.
+    """Compile `function` into those that call it: a part with many arrays, called from one place.
 
-    Machine code is made of a function, and again of every function that contains it, so each place costs time.
+    Machine code is made of a function, and again wherever it is inlined, so each place costs time.
     """
     return cast("Callable[_Args, _Result]", numba.njit(function, **_PART | {"forceinline": True}))
+
+
+def compiled_slice(kind: type[_Table]) -> Callable[[_Table, int], _Table]:
+    """Return a compiled function that takes one set from a table of several."""
+    fields = ", ".join(f"table.{name}[b]" for name in kind._fields)
+    return compiled_part(eval(f"lambda table, b: kind({fields})", {"kind": kind}))
 
 
 # Of a constant that a kernel is called with: numba would compile it once for each constant.
@@ -85,7 +83,7 @@ whole: Any = np.int64
 
 @cache
 def cache_folder(sources: Path) -> Path | None:
-    """Make the folder for the machine code of the Python files of a folder; None where none can be made."""
+    """Make the folder for the machine code of a folder of sources; None where none can be made."""
     processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
     digest = hashlib.sha256(f"{numba.__version__} {processor}".encode())
     for path in sorted({*sources.glob("*.py"), *Path(__file__).resolve().parent.glob("*.py")}):
@@ -120,7 +118,7 @@ class Compilation:
                 self._thread.start()
 
     def wait(self, quiet: bool = False) -> None:
-        """Return when everything is compiled; says what it waits for where that takes a while, if not `quiet`."""
+        """Return when everything is compiled; say what it waits for, if not `quiet`."""
         self.start()
         assert self._thread is not None
         if threading.current_thread() is self._thread:
@@ -134,7 +132,8 @@ class Compilation:
             raise self._error
 
     def _run(self) -> None:
-        folder = cache_folder(Path(__file__).resolve().parent)
+        folder, thresholds = cache_folder(Path(__file__).resolve().parent), gc.get_threshold()
+        gc.set_threshold(20_000, 50, 50)  # looking for garbage took a tenth of the time
         try:
             if folder is None:
                 self._work()
@@ -143,6 +142,8 @@ class Compilation:
                 self._work()
         except BaseException as error:
             self._error = error
+        finally:
+            gc.set_threshold(*thresholds)
 
 
 _share: int | None = None  # of the machine, where several processes divide it among them
@@ -164,20 +165,25 @@ def use_processors(count: int | None) -> None:
     _share = count
 
 
-def in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int | None = None) -> list[_Result]:
-    """`[work(item) for item in items]`, `threads` (default: all processors) at a time.
+def in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], threads: int) -> list[_Result]:
+    """Return `[work(item) for item in items]`, with the work of `threads - 1` other threads."""
+    if threads == 1 or len(items) < 2:
+        return [work(item) for item in items]
+    results, left = [cast("_Result", None)] * len(items), iter(range(len(items)))
 
-    Raises:
-        ValueError: `threads` below 1.
-    """
-    if threads is None:
-        threads = processors()
-    else:
-        from ln_probe.hooks.model import whole_number  # (with torch, which the kernels do without)
+    def share() -> None:
+        for place in left:
+            results[place] = work(items[place])
 
-        threads = whole_number(threads, "threads", 1)
-    todo = list(items)
-    if threads == 1 or len(todo) < 2:
-        return [work(item) for item in todo]
-    with ThreadPoolExecutor(min(threads, len(todo))) as pool:
-        return list(pool.map(work, todo))
+    others = [_threads(threads - 1).submit(share) for _ in range(min(threads, len(items)) - 1)]
+    share()
+    for other in others:
+        if not other.cancel():  # one that has not begun finds nothing to do
+            other.result()
+    return results
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    """Return threads that are kept from call to call, since it takes long to start one."""
+    return ThreadPoolExecutor(count, "geometry")

@@ -1,23 +1,26 @@
-"""Verdicts, margins and attention of sets of keys: every set in one compiled function, sets in threads.
+"""Verdicts, margins and attention of sets of keys.
 
 Each stage decides some keys and leaves fewer to the next:
 
-1. *Own queries*: key i under itself. On a sphere it wins. (Asked for, where there are more dimensions than keys, or
-   where some keys win.)
+1. *Own queries*: key i under itself. On a sphere it wins. (Where there are more dimensions than keys,
+   or where some keys win.)
 2. *White queries*: key i under the query `Σ⁻¹ k_i`.
 3. *Search* for the nearest point of the hull of the others in white coordinates (`nearest`).
-4. The search *goes on* where verdicts are given, from where that one ended, on orthogonal factors; not compiled.
+4. The search *goes on* where verdicts are given, on orthogonal factors; not compiled.
 
-Margins are searched with products from the Gram matrix of the keys as the queries see them, and carefully where these
-are too coarse; attention by Newton's method. What is given out is what `check` proves of the queries and weights.
+A step does several sets in one call: every call takes the interpreter's lock, and threads wait there.
+Results do not depend on which sets are solved together.
+
+Margins are searched with products from a Gram matrix, and carefully where these are too coarse;
+attention by Newton's method. What is given out is what `check` proves of the queries and weights.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
@@ -32,6 +35,7 @@ from ln_probe.analyses.geometry.check import (
     TAU,
     UNDECIDED,
     Attention,
+    Bools,
     Floats,
     Ints,
     Margins,
@@ -39,209 +43,117 @@ from ln_probe.analyses.geometry.check import (
     Space,
     Verdicts,
     find_copies,
-    keep_lead,
-    lead_under,
     make_scratch,
     make_space,
-    prove_query,
-    prove_weights,
-    set_absent,
+    of_sets,
+    try_scores,
+    try_weights,
 )
-from ln_probe.analyses.geometry.compiled import Compilation, compiled_in_place, in_threads
-from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, judge, level_query, see, whiten
-from ln_probe.analyses.geometry.nearest import (
-    CLEAR,
-    Keys,
-    Search,
-    Verdict,
-    find_margins,
-    find_verdicts,
-    search_room,
-)
+from ln_probe.analyses.geometry.compiled import Compilation, in_threads, processors
+from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, alike, centre, judge, level_queries, see, whiten
+from ln_probe.analyses.geometry.nearest import CLEAR, Keys, Search, Verdict, find_margins, find_verdicts, search_room
 from ln_probe.analyses.progress import one_blas_thread
+from ln_probe.hooks.model import whole_number
 
-_Room = TypeVar("_Room")
-
-# Width of a margin's bracket, as a share of the margin: it is read to two digits. "exact": six digits.
+# Width of a margin's bracket, as a share of the margin: read to two digits ("exact": six).
 RELATIVE_GAP, EXACT_GAP = 0.01, 1e-6
-# A bracket narrower than this (relative to the RMS norm of the keys as queries see them) is not narrowed further.
-ZERO = 0.01 * TAU
 # The largest weight is found to this (absolute): attention is read to two digits.
 WEIGHT_GAP = 0.01
 # Multiplications and additions per key, nominally one second, before it is given up.
 BUDGET = 1e9
 # Above this number of keys no matrix of all their products is made.
 MOST_PRODUCTS = 2048
+# Sets are solved together while the products of all their keys are no more than this.
+TOGETHER = 2**17
+# No more numbers are prepared in one thread, since small steps take the interpreter's lock.
+SMALL = 2**15
 # Own queries are tried if the first keys win under theirs.
 PILOT = 32
 # Queries whose scores are computed together.
-TRIALS = 64
-# The nearest point is found where no key scores less than it by more than this share of its square.
+TRIALS = 128
+# At the nearest point no key scores less than it by more than this share of its square.
 CONVERGED = 1e-10
 
 
-_rooms = threading.local()
-
-
-def own_room(make: Callable[..., _Room], *sizes: int) -> _Room:
-    """Return `make(*sizes)`, the same one for the next set of these sizes that the thread solves.
-
-    To ask the system for memory anew for every set took a tenth of the time, and threads wait for each other there.
-    """
-    known = vars(_rooms).get(make.__name__)
-    if known is None or known[0] != sizes:
-        known = sizes, make(*sizes)
-        setattr(_rooms, make.__name__, known)
-    return cast("_Room", known[1])
-
-
-def product_table(count: int) -> Floats:
-    """Return room for the products of all keys with each other."""
-    return np.empty((count, count))
-
-
 class Answers(NamedTuple):
-    """What is proved of the keys of one set."""
+    """What is proved of the keys of some sets."""
 
     verdicts: Verdicts
     margins: Margins
     attention: Attention
 
 
-def no_answers(count: int, wide: int, seen: int) -> Answers:
+def no_answers(sets: int, count: int, wide: int, seen: int) -> Answers:
     """Return answers that say nothing, for keys of `wide` dimensions that queries see in `seen`."""
 
     def numbers() -> Floats:
-        return np.full(count, np.nan)
+        return np.full((sets, count), np.nan)
+
+    def whole_numbers(*shape: int) -> Ints:
+        return np.zeros((sets, count, *shape), np.int64)
+
+    def points(dim: int) -> Floats:
+        return np.zeros((sets, count, dim))
 
     def weights(dim: int) -> tuple[Ints, Ints, Floats]:
-        return np.zeros(count, np.int64), np.zeros((count, dim + 2), np.int64), np.zeros((count, dim + 2))
+        return whole_numbers(), whole_numbers(dim + 2), points(dim + 2)
 
-    def points() -> Floats:
-        return np.zeros((count, seen))
-
-    code, repaired = np.zeros(count, np.int64), np.zeros(count, np.bool_)
+    repaired = np.zeros((sets, count), np.bool_)
     return Answers(
-        Verdicts(code, np.arange(count), np.zeros(count, np.int64), np.zeros((count, wide)), *weights(wide), repaired),
-        Margins(numbers(), numbers(), points(), *weights(seen)),
-        Attention(numbers(), numbers(), points(), points()),
+        Verdicts(whole_numbers(), whole_numbers(), whole_numbers(), points(wide), *weights(wide), repaired),
+        Margins(numbers(), numbers(), points(seen), *weights(seen)),
+        Attention(numbers(), numbers(), points(seen), points(seen)),
     )
 
 
 def try_queries(
-    space: Space, trials: Floats, first: int, biased: bool, start: Ints, verdicts: Verdicts, scratch: Scratch
+    space: Space, trials: Floats, biased: bool, wanted: Bools, start: Ints, verdicts: Verdicts, scratch: Scratch
 ) -> None:
     """Give verdicts to keys without one that their queries prove.
 
     Args:
-        trials: a query for each key from number `first` on, where verdicts are given.
+        trials: a query for each key, where verdicts are given.
+        wanted: in which sets.
         start: is set to the rival that scores highest under each query.
     """
-    for begin in range(0, len(trials), TRIALS):
-        some = np.ascontiguousarray(trials[begin : begin + TRIALS])
-        try_scores(space, some, some @ space.columns, first + begin, biased, start, verdicts, scratch)
+    for begin in range(0, trials.shape[1], TRIALS):
+        some = np.ascontiguousarray(trials[:, begin : begin + TRIALS])
+        try_scores(space, some, some @ space.columns, begin, biased, wanted, start, verdicts, scratch)
 
 
-@compiled_in_place
-def try_scores(
-    space: Space,
-    trials: Floats,
-    scores: Floats,
-    first: int,
-    biased: bool,
-    start: Ints,
-    verdicts: Verdicts,
-    scratch: Scratch,
-) -> None:
-    """Give verdicts to keys without one that their queries prove, from the scores of all keys under these."""
-    for a in range(trials.shape[0]):
-        i, best = first + a, -np.inf
-        if verdicts.code[i] != UNDECIDED:
-            continue
-        set_absent(space.rows, i, verdicts.copies, scratch.absent)
-        for j in range(scores.shape[1]):
-            if not scratch.absent[j] and scores[a, j] > best:
-                best, start[i] = scores[a, j], j
-        if scores[a, i] > best:
-            if biased:
-                prove_query(space, i, trials[a], biased, verdicts, scratch)
-            else:
-                lead = lead_under(space, i, trials[a], scores[a], biased, scratch.absent)
-                keep_lead(i, lead, trials[a], verdicts)
-
-
-@compiled_in_place
-def try_weights(space: Space, biased: bool, verdicts: Verdicts, scratch: Scratch) -> None:
-    """Give verdicts to keys without one that the weights at their place prove."""
-    for i in range(space.rows.shape[0]):
-        if verdicts.code[i] == UNDECIDED:
-            used, verdicts.used[i] = verdicts.used[i], 0
-            prove_weights(space, i, verdicts.member[i], verdicts.value[i], used, biased, verdicts, scratch)
-
-
-def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdicts) -> None:
-    """Set the verdicts of a set.
-
-    Args:
-        own_queries: whether every key is tried under itself first.
-    """
-    rows, biased, (count, dim) = judged.rows, judged.biased, judged.rows.shape
-    code, copies = verdicts.code, verdicts.copies
-    find_copies(rows, verdicts.first, copies)
-    code[copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE  # nothing to compete with
-    if code.all():
+def search(judged: Judged, space: Space, budget: float, start: Ints, verdicts: Verdicts, scratch: Scratch) -> None:
+    """Set verdicts by white queries and the search."""
+    rows, biased, (sets, count, dim) = judged.rows, judged.biased, judged.rows.shape
+    every = np.ones(sets, np.bool_)
+    if verdicts.code.all():
         return
-    space, scratch = make_space(rows, np.zeros(count), judged.noise), own_room(make_scratch, count, dim)
-    start = np.full(count, -1)
-    leaders = [] if biased else (rows[:PILOT] @ space.columns).argmax(axis=1).tolist()
-    if not biased and (own_queries or leaders == list(range(PILOT))):
-        try_queries(space, rows, 0, biased, start, verdicts, scratch)
-        if code.all():
-            return
-    white = whiten(rows, biased)
-    queries, trials = np.ascontiguousarray(white.to_query.T), white.rows
-    if white.lifted and (lowered := trials[:, -1] < 0.0).any():  # queries look upwards
-        trials = trials.copy()
-        trials[lowered, -1] = 0.0
-    try_queries(space, trials @ queries, 0, biased, start, verdicts, scratch)
-    if code.all():
+    if sets == 1 and count <= dim and not biased:  # in one factorization
+        with suppress(np.linalg.LinAlgError):
+            trials = np.linalg.solve(rows @ rows.mT + 1.0, rows)
+            try_queries(space, np.asarray(trials, np.float64), biased, every, start, verdicts, scratch)
+    white = None if verdicts.code.all() else whiten(rows, biased)
+    if white is None:
+        for b in range(sets if sets > 1 else 0):
+            part = slice(b, b + 1)
+            one, answers = of_sets(judged, part), of_sets(verdicts, part)
+            search(one, of_sets(space, part), budget, start[part], answers, scratch)
         return
-    columns = np.ascontiguousarray(white.rows.T)
-    products = np.empty((0, 0))
+    queries, trials = np.ascontiguousarray(white.to_query.mT), white.rows.copy()
+    if white.lifted:  # queries look upwards
+        np.maximum(trials[..., -1], 0.0, out=trials[..., -1])
+    try_queries(space, trials @ queries, biased, every, start, verdicts, scratch)
+    if verdicts.code.all():
+        return
+    columns, products = np.ascontiguousarray(white.rows.mT), np.empty((sets, 0, 0))
     if count <= MOST_PRODUCTS:
-        products = np.matmul(white.rows, columns, out=own_room(product_table, count))
-    search = Search(True, len(products) == 0, white.lifted, 0.0, 0.0, budget)
-    in_white = Keys(white.rows, columns, products, np.zeros(count))
+        products = white.rows @ columns
+    how = Search(True, count > MOST_PRODUCTS, white.lifted, 0.0, budget)
+    in_white = Keys(white.rows, columns, products, space.offset)
     here = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
-    room = own_room(search_room, count, max(white.rows.shape[1], 1), dim)
-    find_verdicts(space, in_white, here, search, room, start, verdicts, scratch)
-    if not code.all():
+    room = search_room(count, max(white.rows.shape[2], 1), dim)
+    find_verdicts(space, in_white, here, how, room, start, verdicts, scratch)
+    if not verdicts.code.all():
         finish_search(judged, space, verdicts, budget, scratch)
-
-
-def bound_margins(
-    space: Space, level: Floats | None, gap: float, budget: float, verdicts: Verdicts, margins: Margins
-) -> None:
-    """Bracket the margins of a set.
-
-    Args:
-        level: a u under which all keys score alike.
-    """
-    rows, (count, dim) = space.rows, space.rows.shape
-    scratch = own_room(make_scratch, count, dim)
-    centred = rows - rows.mean(axis=0)
-    size = float(np.sqrt(np.einsum("kd,kd->", centred, centred) / count))
-    known = np.zeros(dim) if level is None else level
-    room = own_room(search_room, count, dim, dim)
-    for careful in (False, True):
-        if careful or count <= MOST_PRODUCTS:
-            products = np.empty((0, 0))
-            if not careful:
-                products = np.matmul(rows, space.columns, out=own_room(product_table, count))
-            keys = Keys(rows, space.columns, products, space.offset)
-            search = Search(False, careful, False, gap, ZERO * size, budget)
-            inside = 1.01 * TAU * size
-            find_margins(space, keys, search, room, known, level is not None, inside, verdicts, margins, scratch)
 
 
 @dataclass(frozen=True)
@@ -250,55 +162,90 @@ class Request:
 
     gap: float | None = RELATIVE_GAP  # width of a margin's bracket, as a share of the margin; None: no margins
     attention: bool = True  # whether attention is asked for, where there is a set of queries
-    own_queries: bool = False  # try every key under itself first
     budget: float = BUDGET  # multiplications and additions per key
 
 
-@dataclass(frozen=True)
-class Solved:
-    """One set of keys with the coordinates in which it was solved."""
+class Solved(NamedTuple):
+    """Sets of keys, or one, with the coordinates in which they are solved."""
 
     judged: Judged
     seen: Seen | None
     answers: Answers
 
 
-def solve_set(
-    keys: Floats,
-    bias: Floats | None,
-    queries: QuerySet | None,
-    request: Request,
-    radius: float = 1.0,
-) -> Solved:
-    """Solve one set of valid float64 keys; attention is over the queries with |u| no more than `radius`."""
-    if bias is not None and (bias == bias[0]).all():
-        bias = None
-    judged = judge(keys, bias, queries)
-    seen = None
+class Problem(NamedTuple):
+    """Sets of keys with all that is needed to solve them."""
+
+    solved: Solved
+    space: Space  # where verdicts are given
+    query_space: Space  # where margins and attention are
+    own_queries: Bools  # whether every key is tried under itself first
+    level: Floats  # a u under which all keys score alike, if `levelled`
+    levelled: Bools
+
+
+def prepare(keys: Floats, bias: Floats | None, queries: Sequence[QuerySet] | None, request: Request) -> Problem:
+    """Return valid float64 keys before they are solved: one set, or several that are `alike`."""
+    points, off = centre(keys)
+    judged, seen = judge(points, off, bias, queries), None
+    rows, (sets, count, wide) = judged.rows, judged.rows.shape
+    space = query_space = make_space(rows, np.zeros((sets, count)), judged.noise)
+    level, levelled = np.zeros((sets, wide)), np.ones(sets, np.bool_)
     if queries is not None and (request.gap is not None or request.attention):
-        seen = see(keys, bias, queries)
-    (count, wide), dim = judged.rows.shape, judged.rows.shape[1] if seen is None else seen.rows.shape[1]
-    answers = no_answers(count, wide, dim)
-    verdicts, margins = answers.verdicts, answers.margins
-    decide_set(judged, request.own_queries or wide >= count, request.budget, verdicts)
-    if request.gap is None and seen is None:
-        return Solved(judged, seen, answers)
-    space = make_space(*(seen or Seen(judged.rows, np.zeros(count), judged.noise)))
+        seen = see(points, bias, queries)
+        query_space = make_space(*seen)
+        if request.gap is not None:
+            level, levelled = level_queries(seen, queries, bias)
+    answers = no_answers(sets, count, wide, query_space.rows.shape[2])
+    verdicts = answers.verdicts
+    find_copies(rows, verdicts.first, verdicts.copies)
+    verdicts.code[verdicts.copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE
+    own_queries = np.full(sets, wide >= count and not judged.biased)
+    if count >= PILOT and not judged.biased:
+        leaders = (rows[:, :PILOT] @ space.columns).argmax(axis=2)
+        own_queries |= (leaders == np.arange(PILOT)).all(axis=1)
+    return Problem(Solved(judged, seen, answers), space, query_space, own_queries, level, levelled)
+
+
+def bound_margins(problem: Problem, gap: float, budget: float) -> None:
+    """Bracket the margins of some sets."""
+    space, (verdicts, margins, _) = problem.query_space, problem.solved.answers
+    rows, (sets, count, dim) = space.rows, space.rows.shape
+    scratch, room = make_scratch(count, dim), search_room(count, dim, dim)
+    sizes = np.sqrt((space.length * space.length).mean(axis=1))
+    for careful in (False, True):
+        if careful or count <= MOST_PRODUCTS:
+            products = np.empty((sets, 0, 0)) if careful else rows @ space.columns
+            keys = Keys(rows, space.columns, products, space.offset)
+            how = Search(False, careful, False, gap, budget)
+            level, levelled = problem.level, problem.levelled
+            find_margins(space, keys, how, room, level, levelled, sizes, verdicts, margins, scratch)
+
+
+def solve(problem: Problem, radii: Floats, request: Request) -> None:
+    """Set the answers of some sets."""
+    (judged, seen, answers), space = problem.solved, problem.query_space
+    (count, wide), dim = judged.rows.shape[1:], space.rows.shape[2]
+    margins = answers.margins
+    scratch, start = make_scratch(count, wide), np.full((len(judged.rows), count), -1)
+    if problem.own_queries.any():
+        trials = judged.rows, judged.biased, problem.own_queries, start
+        try_queries(problem.space, *trials, answers.verdicts, scratch)
+    search(judged, problem.space, request.budget, start, answers.verdicts, scratch)
     if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
-        level = np.zeros(dim) if queries is None or seen is None else level_query(seen, queries, bias)
-        bound_margins(space, level, request.gap, request.budget, verdicts, margins)
+        bound_margins(problem, request.gap, request.budget)
         if seen is None:  # margins are relative to a size that is itself rounded
             doubt = AMPLE * EPS * (count + wide)
             margins.lower[:] *= 1.0 - doubt
             margins.upper[:] *= 1.0 + doubt
-        if not space.offset.any():  # the zero query gives no key less than 0
-            np.maximum(margins.lower, 0.0, out=margins.lower)
-    if seen is not None and request.attention and radius > 0.0:
-        rows, columns, points = space.rows * radius, space.columns * radius, np.zeros((4, dim))
-        room, scratch = own_room(attention_room, count, dim), own_room(make_scratch, count, dim)
-        how = margins.at, WEIGHT_GAP, request.budget, room, points, answers.attention, scratch
-        bound_attention(space, rows, columns, radius, *how)
-    return Solved(judged, seen, answers)
+        gapless = ~space.offset.any(axis=1, keepdims=True)  # the zero query gives 0
+        np.maximum(margins.lower, 0.0, out=margins.lower, where=gapless)
+    if seen is not None and request.attention:
+        rows = space.rows * radii[:, None, None]
+        columns = space.columns * radii[:, None, None]
+        room, scratch = attention_room(count, dim), make_scratch(count, dim)
+        how = margins.at, WEIGHT_GAP, request.budget, room, np.zeros((4, dim)), answers.attention, scratch
+        bound_attention(space, rows, columns, radii, *how)
 
 
 def solve_sets(
@@ -309,7 +256,7 @@ def solve_sets(
     request: Request = Request(),
     threads: int | None = None,
 ) -> list[Solved]:
-    """Solve sets of valid float64 keys, `threads` at a time (default: as many as there are processors).
+    """Solve sets of valid float64 keys in `threads` threads (default: one for each processor).
 
     Results do not depend on the number of threads.
 
@@ -319,41 +266,47 @@ def solve_sets(
         radii: attention is over the queries of each set with |u| no more than this; None: 1.
     """
     compilation.wait()
-
-    def one(b: int) -> Solved:
-        return solve_set(
-            np.ascontiguousarray(keys[b]),
-            None if bias is None else bias[b],
-            None if queries is None else queries[b],
-            request,
-            1.0 if radii is None else float(radii[b]),
-        )
-
+    threads = processors() if threads is None else whole_number(threads, "threads", 1)
+    sets, count, dim = keys.shape
+    radii, size, prepared = np.ones(sets) if radii is None else radii, 1, None
     with one_blas_thread():  # products round alike for any number of threads
-        return in_threads(one, range(len(keys)), threads)
+        if alike(bias, queries):
+            size = max(1, min(-(-sets // threads), TOGETHER // (count * max(count, dim))))
+            prepared = prepare(np.ascontiguousarray(keys), None, queries, request) if keys.size <= SMALL else None
+
+        def solve_part(begin: int) -> list[Solved]:
+            part = slice(begin, begin + size)
+            lift = None if bias is None or (bias[part] == bias[begin, 0]).all() else bias[part]
+            some = None if queries is None else queries[part]
+            problem = prepared and of_sets(prepared, part)
+            problem = problem or prepare(np.ascontiguousarray(keys[part]), lift, some, request)
+            solve(problem, radii[part], request)
+            return [of_sets(problem.solved, b) for b in range(len(problem.own_queries))]
+
+        return [one for solved in in_threads(solve_part, range(0, sets, size), threads) for one in solved]
 
 
 def finish_search(judged: Judged, space: Space, verdicts: Verdicts, budget: float, scratch: Scratch) -> None:
-    """Decide what the compiled search left, one key after the other; what is not proved stays undecided."""
-    code, (count, dim) = verdicts.code, judged.rows.shape
-    trials, start, left = np.zeros((count, dim)), np.zeros(count, np.int64), np.flatnonzero(code == UNDECIDED)
-    for i in map(int, left):
-        used = verdicts.used[i]
-        active, weight = verdicts.member[i, :used].copy(), verdicts.value[i, :used].copy()
-        trials[i], active, weight = nearest_point(judged, i, active, weight, budget)
+    """Decide what the compiled search left, one key after the other."""
+    dim, left, trials = judged.rows.shape[2], verdicts.code == UNDECIDED, np.zeros_like(judged.rows)
+    for b, i in np.argwhere(left).tolist():
+        used = verdicts.used[b, i]
+        active, weight = verdicts.member[b, i, :used].copy(), verdicts.value[b, i, :used].copy()
+        trials[b, i], active, weight = nearest_point(of_sets(judged, b), i, active, weight, budget)
         used = min(len(active), dim + 2)
-        verdicts.used[i], verdicts.member[i, :used], verdicts.value[i, :used] = used, active[:used], weight[:used]
+        verdicts.used[b, i] = used
+        verdicts.member[b, i, :used], verdicts.value[b, i, :used] = active[:used], weight[:used]
     try_weights(space, judged.biased, verdicts, scratch)
-    for i in map(int, left):
-        try_queries(space, trials[i : i + 1], i, judged.biased, start, verdicts, scratch)
-    verdicts.repaired[left] = code[left] != UNDECIDED
+    wanted, start = left.any(axis=1), np.zeros_like(verdicts.code)
+    try_queries(space, trials, judged.biased, wanted, start, verdicts, scratch)
+    verdicts.repaired[:] = left & (verdicts.code != UNDECIDED)
 
 
 def nearest_point(judged: Judged, i: int, active: Ints, weight: Floats, budget: float) -> tuple[Floats, Ints, Floats]:
-    """Search on from some active keys, where verdicts are given, for the point of the hull that is nearest to key i.
+    """Search on from some active keys for the point of the hull that is nearest to key i.
 
-    This is the search of `nearest`, but the active points are factorized instead of their Gram matrix, which keeps
-    twice as many digits. It takes hundreds of times as long, and few steps.
+    This is the search of `nearest`, but the active points are factorized instead of their Gram
+    matrix, which keeps twice as many digits. It takes hundreds of times as long, and few steps.
 
     Returns:
         the query against that point, the active keys and their weights.
@@ -397,7 +350,7 @@ def nearest_point(judged: Judged, i: int, active: Ints, weight: Floats, budget: 
 
 
 def affine_weights(table: Floats, counts: Floats) -> Floats:
-    """Return the weights of the point of an affine hull that is nearest to the origin; NaN where these are not unique.
+    """Return the weights of the point of an affine hull that is nearest to the origin, if unique.
 
     Args:
         table: "point dim+1", each point and a multiple of what its weight counts.
@@ -411,14 +364,17 @@ def affine_weights(table: Floats, counts: Floats) -> Floats:
 
 
 def _compile_kernels() -> None:
-    keys = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0], [1.0, 1.0]])
+    # The C library keeps twice as much freed memory as the largest array that was freed, at most 64 MiB.
+    # To get the memory of every set anew took half of the time of verdicts.
+    np.empty(31 * 2**17)
+    keys = np.array([[[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0], [1.0, 1.0]]])
     queries = QuerySet(np.array([0.5, 0.0]), np.eye(2))
-    solve_set(keys, np.array([0.0, 0.0, 0.0, 0.0, 1.0]), queries, Request(), 0.5)
+    solve_sets(keys, np.array([[0.0, 0.0, 0.0, 0.0, 1.0]]), [queries], np.array([0.5]), threads=1)
 
 
 compilation = Compilation(_compile_kernels)
 
 
 def start_compilation() -> None:
-    """Begin to compile the kernels in the background, so that the first set of keys need not wait for all of it."""
+    """Begin to compile the kernels in the background."""
     compilation.start()

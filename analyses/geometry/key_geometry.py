@@ -1,9 +1,9 @@
 """Which keys of a set can a query select, by how much, and how much attention can they get?
 
-docs/geometry.md defines verdicts, margins and attention, and says how each is proved. A key is *selectable* iff it is a
-vertex of the convex hull of the keys (Demeter, Kimmel & Downey 2020; Brody, Alon & Yahav 2023, theorem 1). A verdict
-cannot be both selectable and unselectable, since gap <= distance to the hull <= residual of the weights. Nothing is
-given out that `check` did not prove of the given float64 numbers.
+docs/geometry.md defines verdicts, margins and attention, and says how each is proved.
+A key is *selectable* iff it is a vertex of the convex hull of the keys (Demeter, Kimmel & Downey 2020;
+Brody, Alon & Yahav 2023, theorem 1). No key can be both selectable and unselectable, since
+gap <= distance to the hull <= residual of the weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ln_probe.analyses.geometry.keys import Array, QuerySet, key_sets, query_set
 
 @dataclass(frozen=True)
 class SetGeometry:
-    """One set of keys as it was given, and what was proved of it; `KeyGeometry` is the public view of it."""
+    """One set of keys as it was given, and what was proved of it, behind `KeyGeometry`."""
 
     keys: Float64[np.ndarray, "key d"]
     bias: Float64[np.ndarray, " key"] | None
@@ -65,7 +65,7 @@ class SetGeometry:
         return plain if self._selects(i, plain) else None
 
     def weights(self, i: int) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
-        """Return convex weights of other keys that reproduce key i; of a duplicate: a copy with all weight."""
+        """Return convex weights of other keys that reproduce key i (all on a copy of a duplicate)."""
         verdicts = self.solved.answers.verdicts
         if verdicts.code[i] == DUPLICATE:
             rows = self.solved.judged.rows
@@ -77,7 +77,7 @@ class SetGeometry:
         return verdicts.member[i, :used], value / math.fsum(value)
 
     def _selects(self, i: int, query: Float64[np.ndarray, " d"]) -> bool:
-        """Whether float64 proves that a query, bias added, scores key i above all that do not count as its copies."""
+        """Whether float64 proves that a query scores key i above all that are not its copies."""
         rows = self.solved.judged.rows
         rivals = np.arange(len(self.keys)) != i
         if self.solved.answers.verdicts.code[i] == DUPLICATE:
@@ -104,7 +104,7 @@ class SetGeometry:
         seen_space = space if seen is None else make_space(*seen)
         doubt = AMPLE * EPS * sum(judged.rows.shape) if seen is None else 0.0
         first, copies, value = np.empty(number, np.int64), np.empty(number, np.int64), verdicts.value.copy()
-        find_copies(judged.rows, first, copies)
+        find_copies(judged.rows[None], first[None], copies[None])
         for place in map(int, np.flatnonzero(verdicts.code == UNSELECTABLE)):
             value[place, : verdicts.used[place]] = self.weights(place)[1]
         given = verdicts._replace(copies=copies, value=value)
@@ -140,27 +140,27 @@ class SetGeometry:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class KeyGeometry:
-    """Verdicts, margins and certificates of a set of keys, or of a batch of sets (arrays lead with "batch").
+    """Verdicts, margins and certificates of a set of keys, or of a batch (arrays lead with "batch").
 
     Attributes:
-        verdict: "selectable", "unselectable", "duplicate" (selectable, but for keys that do not differ from it) or
-            "undecided".
-        margin_lower, margin_upper: proven bounds of the margin, in `margin_unit`: with a set of queries, the best score
-            gap to *all* other keys that a query of the set gives, center and bias included (negative if none puts the
-            key on top); without one, the distance to the hull of all other keys. The bracket is 1 % of the margin wide,
-            wider only where a margin is lost in rounding or the budget ends. NaN for a single key, where margins were
-            not asked for, and with a bias but no set of queries.
-        attainable, attainable_upper: the largest softmax weight that a query of the set was found to give each key, and
-            what none exceeds: at most 0.01 more (absolute), except for a few keys where scores differ by many hundreds
-            of nats. NaN without a query set.
-        attainable_at: u of the query `center + axes @ u`, |u| ≤ 1, that gives that weight (with more axes than
-            dimensions: over as many axes as dimensions that reach the same queries); None without a query set.
-        reachable: whether a query of the set gives the key strictly the highest score: `margin_lower` is above tau
-            times the RMS norm, in nats, of the keys as the set sees them. None without a set of queries or margins.
+        verdict: "selectable", "unselectable", "duplicate" (selectable, but for keys that do not
+            differ from it) or "undecided".
+        margin_lower, margin_upper: proven bounds of the margin, in `margin_unit`. With a set of
+            queries: the best score gap to *all* other keys that a query of the set gives, center
+            and bias included (negative if none puts the key on top). Without one: the distance to
+            the hull of all other keys. NaN for a single key, without margins, and with a bias but
+            no set of queries.
+        attainable, attainable_upper: the largest softmax weight that a query of the set was found
+            to give each key, and what none exceeds. NaN without a query set.
+        attainable_at: u of the query `center + axes @ u`, |u| ≤ 1, that gives that weight;
+            with more axes than dimensions, over fewer axes that reach the same queries.
+        reachable: whether a query of the set gives the key strictly the highest score:
+            `margin_lower` is above tau times the RMS norm of the keys as the set sees them.
+            None without a set of queries or margins.
         representative: index of the first key that does not differ from each key.
         margin_unit: "nats" with a query set, else "rms" (the RMS norm of the centred keys).
-        tau: the tolerance of all verdicts, relative to the RMS norm of the centred keys (less the directions that the
-            query set lacks).
+        tau: the tolerance of all verdicts, relative to the RMS norm of the centred keys
+            (less the directions that the query set lacks).
         repaired: how many keys were decided only when the search went on in more digits.
         undecided: how many keys have no verdict.
     """
@@ -188,15 +188,15 @@ class KeyGeometry:
     def witness(self, *index: Any) -> Float64[np.ndarray, " d"]:
         """Return a query that selects key `i` (of a batch: `witness(b, i)`): it scores every other key lower.
 
-        That is proved of the numbers returned. Of a duplicate: every key that is not its copy. Unit length without a
-        bias; with one, to be used with the bias as it was given. The zero query if there is nothing to compete with.
+        That is proved of the numbers returned. Of a duplicate: every key that is not its copy. It has
+        unit length without a bias; with one, it is to be used with the bias as it was given.
 
         Args:
             index: of the key.
 
         Raises:
-            ValueError: the key is unselectable or undecided; no float64 query is known to select it (where a key wins
-                by less than rounding).
+            ValueError: the key is unselectable or undecided, or wins by less than rounding: no float64
+                query is known to select it.
             IndexError: no such key.
         """
         one, i, name = self._key(index)
@@ -230,7 +230,7 @@ class KeyGeometry:
         return weights
 
     def certify(self) -> None:
-        """Prove every verdict and bound again from its query or its weights, as they are given out.
+        """Prove every verdict and bound again from its query or its weights.
 
         Raises:
             CertificateError: a certificate does not prove its verdict or bound.
@@ -266,20 +266,20 @@ def key_geometry(
     budget: float = 1.0,
     threads: int | None = None,
 ) -> KeyGeometry:
-    """Decide for every key whether some query can select it, by what margin, and how much attention it can receive.
+    """Decide for every key whether a query can select it, by what margin, with how much attention.
 
     Args:
         keys: the keys of a head, or a batch of such sets, decided in parallel.
         bias: added to the score of each key; a key is then unselectable iff convex weights of the others
             reproduce it with at least its bias.
         query_set: a radius (queries no longer than that), or the ellipsoid `center + axes @ u`, `|u| <= 1`
-            (axes may be fewer than d, or dependent: a lower-dimensional set). Margins are then over this set, in nats,
-            and `reachable` and `attainable` are computed. Verdicts still ask for a query of any length, without the
+            (axes may be fewer than d, or dependent). Margins are then over this set, in nats, and
+            `reachable` and `attainable` are computed. Verdicts still ask for a query of any length, without the
             directions that the axes do not span.
         margins: whether to bracket margins (to 1 %), or "exact" (to about six digits).
-        budget: seconds that a key may take before it stays undecided or its bracket wide, counted in multiplications
-            and additions of a nominal processor (1e9 a second), so no result depends on the clock.
-        threads: how many sets to work on at a time, by default as many as there are processors; changes no result.
+        budget: seconds that a key may take before it stays undecided or its bracket wide, counted
+            in multiply-adds of a nominal processor (1e9 a second), so no result depends on the clock.
+        threads: how many to use, by default one for each processor; changes no result.
 
     Returns:
         A `KeyGeometry`; for a batch all its arrays lead with the batch axis.
@@ -330,7 +330,7 @@ def key_geometry(
 
 
 def reachable(solved: Solved) -> Bool[np.ndarray, " key"]:
-    """Return whether a query of the set puts each key on top, by more than tau of what the set sees of the keys."""
+    """Return whether a query of the set puts each key on top, by more than tau."""
     assert solved.seen is not None
     rows, lower = solved.seen.rows, solved.answers.margins.lower
     if len(lower) == 1:

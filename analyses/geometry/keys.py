@@ -1,14 +1,14 @@
-"""What a user may give (keys, a bias, a set of queries), checked, and the coordinates in which it is measured.
+"""What a user may give (keys, a bias, a set of queries), and the coordinates in which it is measured.
 
-Arrays and tensors of any floating-point type become float64. Verdicts are about the keys themselves (`Judged`):
-centred, over their RMS norm, a bias over its own RMS as one more coordinate. If the set of queries lacks directions, so
-do these points, and the center's part along them is a bias. Margins and attention are about the keys as the queries see
-them (`Seen`): `z = Aᵀk`, in nats, with `c·k` and the bias added to the scores. docs/geometry.md says why.
+Verdicts are about the keys themselves (`Judged`): centred, over their RMS norm, a bias over its own RMS
+as one more coordinate. If the set of queries lacks directions, so do these points, and the center's part
+along them is a bias. Margins and attention are about the keys as the queries see them (`Seen`):
+`z = Aᵀk`, in nats, with `c·k` and the bias added to the scores. docs/geometry.md says why.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,28 +18,28 @@ import torch
 from jaxtyping import Float64
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.check import AMPLE, EPS, Floats
-from ln_probe.analyses.geometry.compiled import compiled_in_place
+from ln_probe.analyses.geometry.check import AMPLE, EPS, Bools, Floats
+from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part
 
 Array = np.ndarray | torch.Tensor
 
-# Squares of numbers between these, and products of several of them, stay far within float64's range.
+# Products of several squares of numbers between these stay within float64's range.
 SMALLEST, LARGEST = 1e-60, 1e60
-# A direction along which the axes are shorter than this share of the longest is not part of the set's span: queries do
-# not differ along it, and neither do the keys that they see. In float64 the span is then known to about 1e-7, the
-# tolerance of verdicts. Directions above it are kept as they are, however short the axes are along them.
+# A direction along which the axes are shorter than this share of the longest is not part of the
+# set's span: queries do not differ along it. In float64 the span is then known to about 1e-7, the
+# tolerance of verdicts.
 SPAN_TOLERANCE = 1e-9
-# Axes whose squares have a Cholesky factor with pivots of at least this share of the largest span all directions.
+# Rows span all directions if their Gram matrix's pivots are at least this share of the largest.
 CLEARLY = 1e-4
-# A direction in which the keys' RMS is no more than this (relative to that of all directions) is not part of the span.
+# A direction in which the keys' relative RMS is no more than this is not part of the span.
 RANK_TOLERANCE = 1e-9
-# Where no key has more than this outside a subspace that the others clearly span, all of them lie in it.
+# Keys with no more than this outside a subspace that others clearly span lie in it.
 FLAT = 1e-12
-# Pivots of a Cholesky factorization above this share of the diagonal have at least six digits; with smaller ones the
-# factor is found from the keys instead of their Gram matrix.
+# Pivots of a Cholesky factorization above this share of the diagonal have at least six digits;
+# with smaller ones the factor is found from the keys.
 CHOLESKY_IS_ENOUGH = 1e-8
-# A bias that is an affine function of the keys up to this share of its spread changes no verdict: the function's slope
-# can be absorbed into the query.
+# A bias that is an affine function of the keys up to this share of its spread changes no verdict:
+# the query can absorb it.
 AFFINE_BIAS = 1e-12
 # Scores that differ by less than this share of the largest coordinate are alike.
 LEVEL = 1e-10
@@ -50,7 +50,7 @@ UNSEEN = 2.0
 def key_sets(
     keys: Any, bias: Any
 ) -> tuple[Float64[np.ndarray, "set key d"], Float64[np.ndarray, "set key"] | None, bool]:
-    """Return copies of keys and bias as a batch of sets in float64, and whether they were given as a batch.
+    """Return copies of keys and bias as a batch in float64, and whether they were given as one.
 
     Raises:
         TypeError: not of a floating-point type.
@@ -123,7 +123,7 @@ def check_finite(name: str, values: Float64[np.ndarray, "*batch key d"]) -> None
 
 
 def check_size(name: str, values: Float64[np.ndarray, "*shape"]) -> None:
-    """Check that the largest number of an array is 0 or of a size that float64's products can hold.
+    """Check that the largest number of an array is 0 or within SMALLEST and LARGEST.
 
     Raises:
         ValueError: it is not.
@@ -133,12 +133,21 @@ def check_size(name: str, values: Float64[np.ndarray, "*shape"]) -> None:
         raise ValueError(f"the largest {name} is {largest:.3g}: scale it to between {SMALLEST:g} and {LARGEST:g} first")
 
 
+def clearly_span(rows: Float64[np.ndarray, "set row d"]) -> Bools:
+    """Return which sets of rows clearly span all directions."""
+    try:
+        pivots = np.linalg.cholesky(rows.mT @ rows).diagonal(axis1=1, axis2=2)
+    except np.linalg.LinAlgError:
+        return np.zeros(1, np.bool_) if len(rows) == 1 else np.concatenate([clearly_span(one[None]) for one in rows])
+    return np.asarray(pivots.min(axis=1) > CLEARLY * pivots.max(axis=1))
+
+
 @dataclass(frozen=True)
 class QuerySet:
     """All queries `center + axes @ u` with `|u| <= 1`; scores are plain products with keys, in nats.
 
-    `slack`: how far, relative to the length of each row of the axes, a query of the set that was given may lie from one
-    of this (not 0 only where axes were reduced in number).
+    `slack`: how far, relative to the length of each row of the axes, a query of the given set may lie
+    from one of this (not 0 only where axes were reduced in number).
     """
 
     center: Float64[np.ndarray, " d"]
@@ -147,13 +156,10 @@ class QuerySet:
 
     @cached_property
     def missing(self) -> Float64[np.ndarray, "d m"]:
-        """Orthonormal directions that the span of the axes lacks (relative singular value below SPAN_TOLERANCE)."""
+        """Orthonormal directions that the span of the axes lacks."""
         d, r = self.axes.shape
-        if r >= d:
-            with suppress(np.linalg.LinAlgError):
-                pivots = np.linalg.cholesky(self.axes @ self.axes.T).diagonal()
-                if pivots.min() > CLEARLY * pivots.max():
-                    return np.zeros((d, 0))
+        if r >= d and clearly_span(self.axes.T[None]).all():
+            return np.zeros((d, 0))
         left, values, _ = np.linalg.svd(self.axes)
         rank = int(((values >= SPAN_TOLERANCE * values[0]) & (values > 0.0)).sum())
         return np.ascontiguousarray(left[:, rank:])
@@ -185,8 +191,8 @@ class QuerySet:
     def compact(self) -> QuerySet:
         """Return the same set with at most d axes (only `axes @ axes.T` matters).
 
-        Orthogonal triangularization by reflections changes each row of the axes by no more than a small multiple of
-        r·d·eps of its length (N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 19.4).
+        Triangularization by reflections changes each row of the axes by no more than a small multiple
+        of r·d·eps of its length (Higham 2002, theorem 19.4; see `check`).
         """
         d, r = self.axes.shape
         if r == 0:
@@ -236,56 +242,62 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
 
 
 class Judged(NamedTuple):
-    """The keys where verdicts are given."""
+    """The keys of some sets, or of one, where verdicts are given."""
 
-    rows: Floats  # "key D": centred, over their RMS norm; a bias over its own is the last coordinate
+    rows: Floats  # "set key D": centred, over their RMS norm; the last coordinate may be a bias
     noise: Floats  # how far each may be off
-    biased: bool  # queries look up along the last coordinate, weights may exceed the target there
-    size: float  # the RMS norm of the keys
-    lift_size: float  # of the bias; 0: it has no spread
+    biased: bool  # queries look up along the last coordinate
+    size: Floats  # the RMS norm of the keys
+    lift_size: Floats  # of the bias; 0: it has no spread
 
 
 class Seen(NamedTuple):
-    """The keys as queries `u` of the unit ball see them, in nats."""
+    """The keys of some sets as queries `u` of the unit ball see them, in nats."""
 
-    rows: Floats  # "key r"
+    rows: Floats  # "set key r"
     offset: Floats  # added to `rows @ u`
     noise: Floats
 
 
-def centre(keys: Floats) -> tuple[Floats, float]:
-    """Return the centred keys, and how far their mean may be off because it was rounded."""
-    if (keys == keys[0]).all():
-        return np.zeros_like(keys), 0.0
-    points = keys - keys.mean(axis=0)
-    left = points.mean(axis=0)  # far from zero the mean was off by its own rounding: once more, near zero
-    return points - left, float(np.linalg.norm(left))
+def centre(keys: Floats) -> tuple[Floats, Floats]:
+    """Return the centred keys of some sets, and how far each mean may be off."""
+    points = keys - keys.mean(axis=1, keepdims=True)
+    left = points.mean(axis=1, keepdims=True)  # the mean was rounded
+    points -= left
+    off, alike = np.sqrt(np.einsum("skd,skd->s", left, left)), (keys == keys[:, :1]).all(axis=(1, 2))
+    points[alike], off[alike] = 0.0, 0.0
+    return points, off
 
 
-def over_rms(points: Floats, off: float, noise: Floats, width: int) -> tuple[Floats, Floats, float]:
-    """Return points over their RMS norm in the first coordinates of `width`, how far each may be off, and that norm.
+def over_rms(points: Floats, off: Floats, noise: Floats, width: int) -> tuple[Floats, Floats, Floats]:
+    """Return points over their RMS norm, among `width` coordinates, their errors, and that norm.
 
     Args:
         points: centred.
         off: how far their mean may be off.
         noise: how far they may be off beside rounding.
     """
-    length = np.sqrt(np.einsum("ij,ij->i", points, points))
-    size = float(np.sqrt((length * length).mean()))
-    unit = size if size > 0.0 else 1.0
-    rows = np.zeros((len(points), width))
-    rows[:, : points.shape[1]] = points / unit
-    return rows, (4.0 * EPS * length + EPS * off + noise) / unit, size
+    length = np.sqrt(np.einsum("skd,skd->sk", points, points))
+    size = np.sqrt((length * length).mean(axis=1))
+    unit = np.where(size > 0.0, size, 1.0)
+    rows = np.zeros((*length.shape, width))
+    rows[..., : points.shape[2]] = points / unit[:, None, None]
+    return rows, (4.0 * EPS * length + (EPS * off)[:, None] + noise) / unit[:, None], size
 
 
-def judge(keys: Floats, bias: Floats | None, queries: QuerySet | None) -> Judged:
-    """Return the keys where verdicts are given."""
-    points, off = centre(keys)
-    nothing = np.zeros(len(keys))
-    if (queries is None or queries.missing.shape[1] == 0) and bias is None:
-        rows, noise, size = over_rms(points, off, nothing, keys.shape[1])
-        return Judged(rows, noise, False, size, 0.0)
+def alike(bias: Floats | None, query_sets: Sequence[QuerySet] | None) -> bool:
+    """Whether sets of keys can be solved together: no bias, queries that lack no direction."""
+    return bias is None and all(queries.missing.shape[1] == 0 for queries in query_sets or ())
+
+
+def judge(points: Floats, off: Floats, bias: Floats | None, query_sets: Sequence[QuerySet] | None) -> Judged:
+    """Return centred keys where verdicts are given: of one set, or of several that are `alike`."""
+    nothing, wide = np.zeros(points.shape[:2]), points.shape[2]
+    if alike(bias, query_sets):
+        rows, noise, size = over_rms(points, off, nothing, wide)
+        return Judged(rows, noise, False, size, np.zeros(len(points)))
     lift, doubt, own_noise = nothing, nothing, nothing
+    queries = None if query_sets is None else query_sets[0]
     if bias is not None:
         lift = bias - bias.mean()
         doubt = EPS * np.abs(lift)
@@ -295,36 +307,35 @@ def judge(keys: Floats, bias: Floats | None, queries: QuerySet | None) -> Judged
             d, columns = queries.missing.shape
             lost = AMPLE * (3 * d + 8) * EPS * columns**0.5 * float(np.linalg.norm(queries.center))
             share = AMPLE * (d + 6) * EPS
-            level = points @ outside
-            lift = lift + level
-            doubt = doubt + share * (np.abs(points) @ np.abs(outside)) + AMPLE * lost * np.abs(points).sum(axis=1)
+            lift = lift + points @ outside
+            doubt = doubt + share * (np.abs(points) @ np.abs(outside)) + AMPLE * lost * np.abs(points).sum(axis=2)
             doubt = doubt + EPS * np.abs(lift)
-        length = np.linalg.norm(points, axis=1)
+        length = np.linalg.norm(points, axis=2)
         flat = queries.in_span(points)
-        rounding = (points.shape[1] + 16) * EPS
+        rounding = (wide + 16) * EPS
         points = flat if np.linalg.norm(flat) > rounding * np.linalg.norm(length) else np.zeros_like(flat)
-        own_noise = AMPLE * (points.shape[1] + 8) * EPS * length
+        own_noise = AMPLE * (wide + 8) * EPS * length
     biased = bias is not None or (queries is not None and bool(queries.outside.any()))
-    rows, noise, size = over_rms(np.ascontiguousarray(points), off, own_noise, keys.shape[1] + biased)
+    rows, noise, size = over_rms(np.ascontiguousarray(points), off, own_noise, wide + biased)
     if not biased:
-        return Judged(rows, noise, False, size, 0.0)
-    alike = bool((lift == lift[0]).all())
+        return Judged(rows, noise, False, size, np.zeros(1))
+    level = bool((lift == lift[0, 0]).all())
     lift = lift - lift.mean()
-    rms = float(np.linalg.norm(lift)) / len(lift) ** 0.5
-    if alike or rms <= UNSEEN * float(doubt.max()):
-        return Judged(rows, noise, True, size, 0.0)
-    rows[:, -1] = lift / rms
-    return Judged(rows, noise + 4 * EPS * np.abs(lift / rms) + AMPLE * doubt / rms, True, size, rms)
+    rms = float(np.linalg.norm(lift)) / lift.size**0.5
+    if level or rms <= UNSEEN * float(doubt.max()):
+        return Judged(rows, noise, True, size, np.zeros(1))
+    rows[..., -1] = lift / rms
+    return Judged(rows, noise + 4 * EPS * np.abs(lift / rms) + AMPLE * doubt / rms, True, size, np.array([rms]))
 
 
-def see(keys: Floats, bias: Floats | None, queries: QuerySet) -> Seen:
-    """Return the keys as a set of queries sees them."""
-    points, _ = centre(keys)
-    (dim, wide), sizes, center = queries.axes.shape, np.abs(points), queries.center
-    rows, offset = points @ queries.axes, np.einsum("kd,d->k", points, center)
-    share = AMPLE * (dim + wide + 5) * EPS
-    far = np.einsum("kd,d->k", sizes, np.sqrt(np.einsum("dr,dr->d", queries.axes, queries.axes)))
-    noise, own = (share + queries.slack) * far, share * np.einsum("kd,d->k", sizes, np.abs(center))
+def see(points: Floats, bias: Floats | None, query_sets: Sequence[QuerySet]) -> Seen:
+    """Return centred keys as their queries see them: of one set, or of several without a bias."""
+    centers, axes = (np.stack([getattr(each, name) for each in query_sets]) for name in ("center", "axes"))
+    sizes, slack = np.abs(points), np.array([[queries.slack] for queries in query_sets])
+    rows, offset = points @ axes, np.einsum("skd,sd->sk", points, centers)
+    share = AMPLE * (sum(axes.shape[1:]) + 5) * EPS
+    far = np.einsum("skd,sd->sk", sizes, np.sqrt(np.einsum("sdr,sdr->sd", axes, axes)))
+    noise, own = (share + slack) * far, share * np.einsum("skd,sd->sk", sizes, np.abs(centers))
     if bias is not None:
         lift = bias - bias.mean()
         offset = offset + lift
@@ -332,56 +343,75 @@ def see(keys: Floats, bias: Floats | None, queries: QuerySet) -> Seen:
     return Seen(rows, offset, noise + own)
 
 
-def level_query(seen: Seen, queries: QuerySet, bias: Floats | None) -> Floats | None:
-    """Return a u of the unit ball under which all keys score alike, as far as rounding goes; None if there is none."""
-    u = queries.level if bias is None else None
-    if u is None or np.linalg.norm(u) > 1.0:  # the keys may need less of a query than its being 0
-        u = -np.linalg.lstsq(seen.rows, seen.offset - seen.offset.mean(), rcond=None)[0]
-    scores = seen.rows @ u + seen.offset
-    off, size = float(np.ptp(scores)), float(np.abs(seen.rows).max())
-    return u if np.linalg.norm(u) <= 1.0 and off <= LEVEL * size else None
+def level_queries(seen: Seen, query_sets: Sequence[QuerySet], bias: Floats | None) -> tuple[Floats, Bools]:
+    """Return a u under which all keys score alike, and whether one is known in the unit ball."""
+    sets, count, dim = seen.rows.shape
+    level, known = np.zeros((sets, dim)), [each.level if bias is None else None for each in query_sets]
+    outside = np.array([u is None or np.linalg.norm(u) > 1.0 for u in known])
+    spans = clearly_span(seen.rows) if count > dim and outside.any() else np.zeros(sets, np.bool_)
+    for b, u in enumerate(known):
+        if u is None or (outside[b] and not spans[b]):  # a shorter u may do
+            u = -np.linalg.lstsq(seen.rows[b], seen.offset[b] - seen.offset[b].mean(), rcond=None)[0]
+        level[b] = u
+    scores = (seen.rows @ level[..., None])[..., 0] + seen.offset
+    off, size = np.ptp(scores, axis=1), np.abs(seen.rows).max(axis=(1, 2))
+    return level, (np.linalg.norm(level, axis=1) <= 1.0) & (off <= LEVEL * size)
 
 
 class White(NamedTuple):
-    """Coordinates in which the keys have the same RMS along every direction of their span.
+    """Coordinates in which the keys of each set have the same RMS along every direction.
 
     `rows = judged @ to_query`, so `to_query @ query` is a query there, as one where verdicts are given.
     """
 
-    rows: Floats  # "key rank"
-    to_query: Floats  # "D rank"
-    thinnest: float  # the least RMS along a direction, about
+    rows: Floats  # "set key rank"
+    to_query: Floats  # "set D rank"
+    thinnest: Floats  # the least RMS along a direction, about
     lifted: bool  # the last coordinate is what of the bias is not an affine function of the key
 
 
-def whiten(rows: Floats, biased: bool) -> White:
-    """Return white coordinates of the keys where verdicts are given."""
-    count, dim = rows.shape
+def whiten(rows: Floats, biased: bool) -> White | None:
+    """Return white coordinates of the keys where verdicts are given.
+
+    None for several sets that do not all span all directions: their ranks may differ.
+    """
+    sets, count, dim = rows.shape
     if count > dim:
-        upper, inverse = np.ascontiguousarray(rows.T @ rows), np.zeros((dim, dim))
-        thinnest = invert_factor(upper, count, inverse)
-        if thinnest > 0.0:
+        upper, inverse, thinnest = rows.mT @ rows, np.zeros((sets, dim, dim)), np.zeros(sets)
+        invert_factors(upper, count, inverse, thinnest)
+        if thinnest.all():
             return White(rows @ inverse, inverse, thinnest, biased)
-        if (flat := whiten_flat(rows, biased)) is not None:
-            return flat
-    return whiten_carefully(rows, biased)
+    if sets > 1:
+        return None
+    flat = whiten_flat(rows[0], biased) if count > dim else None
+    return flat or whiten_carefully(rows[0], biased)
 
 
 def whiten_flat(rows: Floats, biased: bool) -> White | None:
-    """Return white coordinates of keys without a bias that clearly lie in a subspace; None where that is not clear."""
+    """Return white coordinates of keys that clearly lie in a subspace; None where that is not clear."""
     values, vectors = np.linalg.eigh(rows.T @ rows / len(rows))
     spanned = values > CLEARLY * values[-1]
     rest = rows @ vectors[:, ~spanned]
     if biased or not values[-1] > 0.0 or (rest * rest).sum() > FLAT**2 * len(rows):
         return None
     to_query = vectors[:, spanned] / np.sqrt(values[spanned])
-    return White(rows @ to_query, to_query, float(np.sqrt(values[spanned].min())), False)
+    return White((rows @ to_query)[None], to_query[None], np.sqrt(values[spanned].min(keepdims=True)), False)
 
 
 @compiled_in_place
+def invert_factors(uppers: Floats, count: int, inverses: Floats, least: Floats) -> None:
+    """Factorize the Gram matrices of some sets with `invert_factor`."""
+    for b in range(len(least)):
+        least[b] = invert_factor(uppers[b], count, inverses[b])
+
+
+@compiled_part
 def invert_factor(upper: Floats, count: int, inverse: Floats) -> float:
-    """Factorize `upper / count = Rᵀ R` in place and set the inverse of R, among zeros; return R's least diagonal entry,
-    or 0 if that is not well determined."""
+    """Factorize `upper / count = Rᵀ R` in place and set the inverse of R, among zeros.
+
+    Returns:
+        R's least diagonal entry, 0 if that is not well determined.
+    """
     dim, least = upper.shape[0], np.inf
     for s in range(dim):
         for t in range(s, dim):
@@ -414,7 +444,7 @@ def invert_factor(upper: Floats, count: int, inverse: Floats) -> float:
 
 
 def whiten_carefully(rows: Floats, biased: bool) -> White:
-    """Whiten keys that may lie in a subspace, or nearly: orthogonalize their coordinates, the longest rest first."""
+    """Whiten keys that may lie in a subspace: orthogonalize coordinates, the longest rest first."""
     count, dim = rows.shape
     most, plain, order = min(dim, count), dim - biased, np.arange(dim)
     rest, basis, upper = rows.T.copy(), np.zeros((most, count)), np.zeros((most, dim))
@@ -438,7 +468,7 @@ def whiten_carefully(rows: Floats, biased: bool) -> White:
         inverse[s] /= factor[s, s]
     to_query = np.zeros((dim, rank))
     to_query[order[:rank]] = inverse
-    return White(np.ascontiguousarray(basis[:rank].T), to_query, thinnest, lifted)
+    return White(np.ascontiguousarray(basis[:rank].T)[None], to_query[None], np.array([thinnest]), lifted)
 
 
 def orthogonalize(rest: Floats, basis: Floats, upper: Floats, order: NDArray[np.int64], rank: int) -> float:

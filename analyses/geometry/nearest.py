@@ -4,28 +4,24 @@ With scores `h_j + u·z_j`, |u| ≤ 1, the margin of key i is a concave maximum 
 
     max_u min_j [h_i - h_j + u·(z_i - z_j)]  =  min_w  |Σ w_j (z_j - z_i)| - Σ w_j (h_j - h_i),   w convex.
 
-Without offsets h it is the distance of z_i to the hull of the others, and whether it is 0 is the verdict. The search is
-Wolfe's (P. Wolfe, "Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149), which keeps an
-active set of affinely independent points `P_a = f_a (z_a - z_i)`:
+Without offsets h it is the distance of z_i to the hull of the others. The search keeps an active set of
+affinely independent points `P_a = f_a (z_a - z_i)` (P. Wolfe, Math. Programming 11 (1976) 128-149):
 
-1. x is the combination of the active points with the weights so far; it gives a query u = -x/|x| (a bound from below)
+1. x is their combination with the weights so far; it gives a query u = -x/|x| (a bound from below)
    and convex weights (a bound from above). Stop if they answer the question.
 2. The key that scores highest under u enters the active set.
-3. Go to the minimizer over the active set's affine hull as far as the weights stay convex; a point whose weight is used
-   up leaves, and step 3 is repeated.
+3. Go to the minimizer over the active set's affine hull as far as the weights stay convex;
+   a point whose weight is used up leaves, and step 3 is repeated.
 
-On the affine hull the offset is an affine function, of slope d within the hull's own directions; with p the point
-nearest to the origin the minimizer is p + s·d, s = |p| / √(1 - |d|²), and if |d| ≥ 1 there is none: the way is along d
-until a weight is used up.
+On the affine hull the offset is an affine function, of slope d within the hull's own directions.
+With p the point nearest to the origin the minimizer is p + s·d, s = |p| / √(1 - |d|²).
+If |d| ≥ 1 there is none: the way is along d until a weight is used up.
 
-Only products of differences enter: from the matrix of all products of keys, or made from the keys themselves, without
-cancellation (`careful`). The factors f_a bring differences to about one length: keys whose lengths differ by eight
-decades leave a Gram matrix nothing of the short ones otherwise.
-
-The weights of the affine minimizer are `G⁻¹ e`, made to sum to one, where `G = c·eeᵀ + P Pᵀ` and `e` says what a point
-adds to the sum of the weights (0 for the ray below). The inverse is updated in O(m²) when a point comes or goes.
-
-For keys with a bias, the last coordinate, the hull is extended downwards by a ray: a surplus of bias does no harm.
+Only products of differences enter: from the matrix of all products of keys, or (`careful`) made from the keys.
+The factors f_a bring differences to about one length, since a Gram matrix keeps nothing of much shorter ones.
+The weights of the affine minimizer are `G⁻¹ e`, made to sum to one, where `G = c·eeᵀ + P Pᵀ`, and `e` says what
+a point adds to the sum of the weights. The inverse is updated in O(m²) when a point comes or goes.
+For keys with a bias, the last coordinate, the hull is extended downwards by a ray.
 """
 
 from __future__ import annotations
@@ -51,15 +47,20 @@ from ln_probe.analyses.geometry.check import (
     prove_query,
     prove_weights,
     set_absent,
+    space_of,
     squared_distance,
+    verdicts_of,
 )
-from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_inline, compiled_part, whole
+from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_inline, compiled_part, compiled_slice, whole
 
 # Verdicts are taken this far (relative) from tau, so that the check of the certificate agrees.
 CLEAR = 1e-3
-# Pivots of the bordered Gram matrix below this share of the new point's squared length mean that the point lies in the
-# affine hull of the active set as far as float64 can tell.
+# A pivot below this share of a new point's squared length: as far as float64 can tell, the point
+# is in the affine hull of the active set.
 PIVOT = 1e-14
+# A margin's bracket of this width, relative to the RMS norm of the keys, is narrow enough;
+# and that of an unselectable key whose margin is known to be about 0.
+ZERO, INSIDE = 0.01 * TAU, 1.01 * TAU
 # Products x·p carry errors of about 1e-16·|x|·|p|; this leaves room for sums over thousands of terms.
 NOISE = 1e-12
 # A hull whose slope is this near to 1 has its minimizer too far out for float64 to tell it from none.
@@ -74,11 +75,11 @@ DEPENDS = 1e-9
 LONGER = 1e3
 # Squared distances read off products are noise below this share of the keys' own squares.
 SQUARE_NOISE = 1e-13
-# Keys that enter together in the first steps, one step for two dimensions: most of the keys that score highest at first
-# stay. In FEW dimensions a verdict takes too few steps for that; it lets in keys that alone would make x this SHORTER.
+# Keys that enter together in the first steps, one step for two dimensions, since most of them stay.
+# In FEW dimensions a verdict takes too few steps for that. Keys must make x this much SHORTER.
 TOGETHER, FEW, SHORTER = 3, 8, 0.5
-# Steps without a better bound after which the inverse has drifted, how often that is put right, and steps per dimension
-# at most: for a margin, and for a verdict.
+# Steps without a better bound after which the inverse has drifted, how often that is put right,
+# and steps per dimension at most: for a margin, and for a verdict.
 IDLE, REBUILT, STEPS, VERDICT_STEPS = 3, 5, 40, 10
 
 
@@ -133,7 +134,7 @@ def search_room(count: int, dim: int, judged: int) -> Room:
 
 @compiled_part
 def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -> None:
-    """Compute `out[j] = Σ_t weight[t] table[t, j]` over the first `rows` rows for the first `count` columns."""
+    """Compute `out[j] = Σ_t weight[t] table[t, j]` over the first `rows` rows and `count` columns."""
     for j in range(count):
         out[j] = 0.0
     t = 0
@@ -151,8 +152,7 @@ def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -
 
 @compiled_part
 def append(room: Room, m: int, dim: int) -> bool:
-    """Border the inverse by point `m`, whose column of G is BORDER. False if it is affinely dependent, as every point
-    is on more than `dim` others, regardless of what rounding leaves of its pivot."""
+    """Border the inverse by point `m`, whose column of G is BORDER; return False if it is dependent."""
     inverse, vectors = room.inverse, room.vectors
     solution, border, work, e = vectors[SOLUTION], vectors[BORDER], vectors[WORK], vectors[E]
     combine(inverse, border, m, m, work)
@@ -314,12 +314,15 @@ class Keys(NamedTuple):
     offset: Floats  # added to the scores
 
 
+keys_of, margins_of = compiled_slice(Keys), compiled_slice(Margins)
+
+
 class Verdict(NamedTuple):
     """What a search for a verdict needs of the coordinates in which verdicts are given."""
 
     judged: Floats  # "key D": the keys there
     queries: Floats  # "dim D": what a query along each coordinate of the search is there
-    close: float  # distances above this in the coordinates of the search are above tau there
+    close: Floats  # of each set: longer distances in the coordinates of the search are above tau
     biased: bool  # queries look up along the last coordinate there
 
 
@@ -329,8 +332,7 @@ class Search(NamedTuple):
     verdict: bool  # a verdict is sought, else a margin
     careful: bool  # products are made from the keys
     ray: bool
-    gap: float  # a margin's bounds may differ by this share of the larger magnitude, or by `floor`
-    floor: float
+    gap: float  # a margin's bounds may differ by this share of the larger magnitude
     budget: float  # multiplications and additions, after which the search ends
 
 
@@ -357,7 +359,7 @@ def measure_differences(keys: Keys, search: Search, i: int, room: Room) -> None:
 
 @compiled_inline
 def let_in(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bordering: float, unit: float) -> int:
-    """Let a key (-1: the ray) in as a point without weight, or in the place of one of the points that it depends on.
+    """Let a key (-1: the ray) in as a point without weight, or for a point that it depends on.
 
     Returns:
         the size of the active set, negative if the key is not in it.
@@ -481,30 +483,33 @@ def keep_weights(room: Room, m: int) -> int:
 
 @compiled_in_place
 def find_verdicts(
-    space: Space,
-    keys: Keys,
-    here: Verdict,
+    spaces: Space,
+    key_sets: Keys,
+    coordinates: Verdict,
     search: Search,
     room: Room,
     start: Ints,
-    verdicts: Verdicts,
+    all_verdicts: Verdicts,
     scratch: Scratch,
 ) -> None:
-    """Search for a query that selects, or for weights that reproduce, each key without a verdict.
+    """Search for a query that selects, or weights that reproduce, each key without a verdict.
 
     Where neither is proved, the weights are those of the last point that was reached.
 
     Args:
         start: the first active key of each.
     """
-    (count, dim), wide = keys.rows.shape, here.queries.shape[1]
+    (sets, count, dim), wide = key_sets.rows.shape, coordinates.queries.shape[2]
     vectors, scores, absent, ray = room.vectors, room.keyed[SCORE], scratch.absent, search.ray
-    for i in range(count):
-        if verdicts.code[i] != UNDECIDED:
+    for place in range(sets * count):
+        b, i = place // count, place % count
+        if all_verdicts.code[b, i] != UNDECIDED:
             continue
+        space, keys, verdicts = space_of(spaces, b), keys_of(key_sets, b), verdicts_of(all_verdicts, b)
+        here = Verdict(coordinates.judged[b], coordinates.queries[b], coordinates.close, coordinates.biased)
         set_absent(here.judged, i, verdicts.copies, absent)
         measure_differences(keys, search, i, room)
-        new, own = start[i], keys.rows[i, dim - 1]
+        new, own = start[b, i], keys.rows[i, dim - 1]
         factor, m, none, square = room.keyed[SCALE, new], whole(0), whole(-1), 0.0
         bordering = max(factor * (factor * room.keyed[SQUARE, new]), 1e-300)
         largest, shortest, idle, spent = 0.0, np.inf, 0, 0.0
@@ -550,7 +555,7 @@ def find_verdicts(
             idle = 0 if length < shortest else idle + 1
             shortest = min(shortest, length)
             spent += 2.0 * m * (count + 3.0 * m)
-            if (length <= here.close * total and is_inside(here, room, i, m, ray)) or spent > search.budget:
+            if (length <= here.close[b] * total and is_inside(here, room, i, m, ray)) or spent > search.budget:
                 break
             new = whole(-1)
             if not lift:
@@ -600,40 +605,45 @@ def mark_equal(rows: Floats, offset: Floats, i: int, absent: Bools) -> int:
 
 @compiled_in_place
 def find_margins(
-    space: Space,
-    keys: Keys,
+    spaces: Space,
+    key_sets: Keys,
     search: Search,
     room: Room,
     level: Floats,
-    levelled: bool,
-    inside: float,
-    verdicts: Verdicts,
-    margins: Margins,
+    levelled: Bools,
+    sizes: Floats,
+    all_verdicts: Verdicts,
+    all_margins: Margins,
     scratch: Scratch,
 ) -> None:
-    """Bracket the margins that are not known as narrowly as is asked for yet.
+    """Bracket the margins of some sets that are not known as narrowly as is asked for yet.
 
     Args:
-        level: a u under which all keys score alike, if `levelled`: it proves that no margin is below 0.
-        inside: a bracket of an unselectable key may be this wide if `levelled`: the weights that reproduce the key
-            prove that its margin is about 0.
+        level: for each set, a u under which all keys score alike, if `levelled`: it proves that no
+            margin is below 0. Then the weights that reproduce an unselectable key prove that its
+            margin is about 0.
+        sizes: the RMS norm of each set.
     """
-    count, dim = keys.rows.shape
-    vectors, scores, absent = room.vectors, room.keyed[SCORE], scratch.absent
-    offset, u, lower, upper = keys.offset, room.points[QUERY], margins.lower, margins.upper
-    for i in range(count):
-        enough = 2.0 * search.floor
-        if is_narrow(lower[i], upper[i], search.gap, enough):
+    sets, count, dim = key_sets.rows.shape
+    vectors, scores, absent, u = room.vectors, room.keyed[SCORE], scratch.absent, room.points[QUERY]
+    for place in range(sets * count):
+        b, i = place // count, place % count
+        floor = ZERO * sizes[b]
+        enough = 2.0 * floor
+        if is_narrow(all_margins.lower[b, i], all_margins.upper[b, i], search.gap, enough):
             continue
+        space, keys, verdicts = space_of(spaces, b), keys_of(key_sets, b), verdicts_of(all_verdicts, b)
+        margins = margins_of(all_margins, b)
+        offset, lower, upper = keys.offset, margins.lower, margins.upper
         copy = mark_equal(keys.rows, offset, i, absent)
-        if levelled:
-            keep_query(space, i, level, margins, scratch.scores)
+        if levelled[b]:
+            keep_query(space, i, level[b], margins, scratch.scores)
         used, member, value = 0, room.members[KEPT], vectors[VALUE]
         if copy >= 0:
             used, member[0], value[0] = 1, copy, 1.0
-        elif levelled and verdicts.code[i] == UNSELECTABLE and verdicts.used[i] <= dim + 2:
+        elif levelled[b] and verdicts.code[i] == UNSELECTABLE and verdicts.used[i] <= dim + 2:
             used, member, value = verdicts.used[i], verdicts.member[i], verdicts.value[i]
-            enough = max(enough, inside)
+            enough = max(enough, INSIDE * sizes[b])
         if used > 0:
             keep_bound(space, i, member, value, used, margins, scratch.scores)
         if is_narrow(lower[i], upper[i], search.gap, enough):
@@ -681,7 +691,7 @@ def find_margins(
             if reached < high:
                 high, used, idle = reached, keep_weights(room, m), 0
             row, short = WEIGHT, length
-            if m > dim or not length > SHORT * largest:  # no direction is left: the slope alone makes the query
+            if m > dim or not length > SHORT * largest:  # the slope alone makes the query
                 row, short = ALONG, max(np.sqrt(squared_norm(room, vectors[ALONG], m)), 1.0)
             combine(room.products, vectors[row], m, count, scores)
             least, new, scale = np.inf, none, 1.0 / short
@@ -698,7 +708,7 @@ def find_margins(
                     room.members[SOURCE, a] = room.members[MEMBER, a]
             spent += 2.0 * m * (count + 4.0 * m)
             left = high - low
-            if left <= search.floor or left <= search.gap * max(abs(high), abs(low)) or spent > search.budget:
+            if left <= floor or left <= search.gap * max(abs(high), abs(low)) or spent > search.budget:
                 break
             if least >= reached - 0.1 * NOISE * (largest + abs(ahead)):
                 break

@@ -1,8 +1,8 @@
 """The queries that heads can make, and how near they come to the one that gives every key the same score.
 
-Behind a norm that scales, a head can make only a bounded set of queries. With projection, norm outputs are orthogonal
-to 1 before gain and bias, so a query with gain * (W_K q) ∝ 1 scores all keys alike (Brody, Alon & Yahav 2023, section
-3.1).
+Behind a norm that scales, a head can make only a bounded set of queries. With projection, norm outputs
+are orthogonal to 1 before gain and bias, so a query with gain * (W_K q) ∝ 1 scores all keys alike
+(Brody, Alon & Yahav 2023, section 3.1).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ReachableQueries:
 
 
 def reachable_queries(heads: Heads, norm: Norm) -> ReachableQueries | None:
-    """Return what `norm` lets each head make: its outputs through W_Q and b_Q, or what a QK-norm can put out (an upper
-    bound); None for a norm that does not scale. Computed once for the weights (`Heads.known`)."""
+    """Return what `norm` lets each head make: its outputs through W_Q and b_Q, or what a QK-norm
+    can put out; None for a norm that does not scale. Computed once for the weights."""
     if norm.name not in heads.known:
         if heads.q_norm is None:
             outputs = norm.reachable(heads.W_Q)
@@ -68,8 +68,8 @@ def reachable_queries(heads: Heads, norm: Norm) -> ReachableQueries | None:
 def query_ellipsoid(
     heads: Heads, norm: Norm, position: int
 ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]] | None:
-    """Return center c and axes A of the scaled queries {c + A u, |u| ≤ 1} that a head can make at `position`; None for
-    a norm that does not scale."""
+    """Return center c and axes A of the scaled queries {c + A u, |u| ≤ 1} that a head can make at
+    `position`; None for a norm that does not scale."""
     if (reached := reachable_queries(heads, norm)) is None:
         return None
     name = f"{norm.name}, at a position"  # the last one asked for: prompts of one length ask for the same
@@ -83,8 +83,8 @@ def query_ellipsoid(
 def query_directions(
     heads: Heads, norm: Norm, position: int
 ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]]:
-    """Return center c and directions A of all queries {c + A u} that a head can make at `position` behind a norm that
-    does not scale, or none: u has any length."""
+    """Return center c and directions A of all queries {c + A u}, u of any length, that a head can
+    make at `position` behind a norm that does not scale, or none."""
     center, axes = norm.directions(heads.W_Q)
     center, axes = _turned(heads, center + heads.b_Q.cpu(), axes, position)
     return center / heads.divisor, _compact(axes / heads.divisor)
@@ -103,7 +103,7 @@ def query_radius(heads: Heads, norm: Norm, y: Float[Tensor, "pos d_model"]) -> F
 
 
 def _per_head(heads: Heads, values: Float[Tensor, " wide *axis"]) -> Float[Tensor, "head d_head *axis"]:
-    """Return what a query norm can put out, of each head: the same for all, or (a norm of all heads) its part."""
+    """Return what a query norm can put out, of each head."""
     parts = values.reshape(-1, heads.W_Q.shape[-1], *values.shape[1:])
     return parts.expand(heads.n_heads, *parts.shape[1:])
 
@@ -155,8 +155,8 @@ def angle_to_uniform(heads: Heads, site: Norm, q: Float[Tensor, "query head d_he
 
 
 def _key_maps(heads: Heads, site: Norm) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head d_head"]]:
-    """Return what gives the part of gain * (W_K w) along the all-ones direction, and a factor R with R w as long as the
-    rest (from a Gram matrix, or by the arc cosine, half the digits would be lost). Computed once for the weights."""
+    """Return what gives the part of gain * (W_K w) along the all-ones direction, and a factor R with
+    R w as long as the rest (a Gram matrix would lose half the digits). Computed once."""
     if (name := f"{site.name}, keys") not in heads.known:
         gain = site.gain
         weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
@@ -167,7 +167,7 @@ def _key_maps(heads: Heads, site: Norm) -> tuple[Float[Tensor, "head d_head"], F
 
 
 def _into_keys(norm: Norm | None, w: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch head d_head"]:
-    """What reads a key after its QK-norm, as what reads it before (but for the length that the norm divides by)."""
+    """Return what reads a key after its QK-norm as what reads it before, but for the length."""
     if norm is None:
         return w
     heads, d_head = w.shape[-2:]
@@ -186,7 +186,7 @@ def mean_angle(heads: Heads, site: Norm, q: Float[Tensor, "query head d_head"]) 
 
 
 def random_angle(d: int, *, seed: int = 0) -> float:
-    """Mean angle in degrees (0–90) of random directions of R^d to the all-ones direction: that of unrelated queries."""
+    """Mean angle in degrees (0–90) of random directions of R^d to the all-ones direction."""
     v = torch.randn(2000, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     cosine = (v.sum(-1).abs() / (v.norm(dim=-1) * math.sqrt(d))).clamp(0.0, 1.0)
     return float(torch.rad2deg(torch.acos(cosine)).mean())

@@ -1,13 +1,13 @@
 """The probe `selectability`: which keys of a prompt a query can select, by what margin and with how much attention.
 
-Keys are those that attention sees, after gain, bias, W_K, b_K, any QK-norm and rotary positions. Verdicts are those of
-`key_geometry` on the same keys: some query of any length, in any direction that W_Q does not remove. Margins and
-attention are over the queries that the head can make: behind a norm that does not scale, or none, nothing bounds them,
-and there are none. The queries of all variants are the intact model's. Margins and attention are measured intact and
-with scaling frozen.
+Keys are those that attention sees, after gain, bias, W_K, b_K, any QK-norm and rotary positions.
+Verdicts are those of `key_geometry`: some query of any length, in any direction that W_Q does not remove.
+Margins and attention are over the queries that the head can make: behind a norm that does not scale,
+nothing bounds them, and there are none. The queries of all variants are the intact model's. Margins and
+attention are measured intact and with scaling frozen.
 
-Keys are judged among those that one query sees: all of them, or those of its window (`AttentionLayer.key_sets`).
-Attainable attention is the largest weight at the last position that sees them all, from queries as large as observed.
+Keys are judged among those that one query sees: all, or its window (`AttentionLayer.key_sets`).
+Attainable attention is the largest weight at the last position, from queries as large as observed.
 
 Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the convex hull of the others.
 """
@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -29,7 +28,7 @@ from jaxtyping import Float64, Shaped
 
 from ln_probe.analyses.geometry.check import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
 from ln_probe.analyses.geometry.compiled import processors
-from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, compilation, solve_set
+from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, compilation, solve_sets
 from ln_probe.analyses.geometry.key_geometry import random_unselectable, reachable
 from ln_probe.analyses.geometry.keys import QuerySet
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
@@ -39,6 +38,8 @@ from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 
 # Layers of prompts that wait for their turn at most: four prompts of GPT-2 small. Passes and losses go on beside that.
 MOST_WAITING = 48
+# Heads of a layer that a thread measures in one call at least: calls take the interpreter's lock.
+TOGETHER = 4
 # Variants whose margins and attention are measured, and whose keys have a row each.
 COMPARED = (INTACT.name, SCALING_FROZEN.name)
 UNKNOWN = -1  # of `reachable`, where nothing bounds the queries
@@ -58,13 +59,13 @@ class Selectability(Probe):
 
 
 class _KeyObserver(Observer):
-    """Measures the keys of every layer and prompt, a head at a time, in threads beside the passes."""
+    """Measures the keys of every layer and prompt, some heads at a time, beside the passes."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # By layer and variant: the number of each prompt, and the measures of each head to come.
-        self.pending: dict[tuple[int, str], list[tuple[int, list[Future[Measures]]]]] = defaultdict(list)
-        self.waiting: deque[Future[Measures]] = deque()  # the last one of each layer of a prompt
+        # By layer and variant: the number of each prompt, and the measures of its heads to come.
+        self.pending: dict[tuple[int, str], list[tuple[int, list[Future[list[Measures]]]]]] = defaultdict(list)
+        self.waiting: deque[Future[list[Measures]]] = deque()  # the last ones of each layer of a prompt
         self.heads: dict[int, list[int]] = {}
         self.d_head = 0
         self.pool = ThreadPoolExecutor(processors())
@@ -76,7 +77,7 @@ class _KeyObserver(Observer):
         self.heads[attended.layer] = attended.chosen
         self.d_head = int(attended.maps.W_K.shape[-1])
         for variant in attended.variants:
-            measures = [self.pool.submit(of_head.measure) for of_head in _keys_of_heads(attended, variant)]
+            measures = [self.pool.submit(work) for work in _keys_of_heads(attended, variant)]
             self.pending[attended.layer, variant].append((prompt, measures))
         self.waiting.append(measures[-1])
         if len(self.waiting) > MOST_WAITING:
@@ -91,7 +92,7 @@ class _KeyObserver(Observer):
         keys: list[dict[str, np.ndarray]] = []
         verdicts: list[np.ndarray] = []
         for (layer, variant), of_prompts in sorted(self.pending.items(), key=lambda item: item[0][0]):
-            measured = [(prompt, [measures.result() for measures in of_heads]) for prompt, of_heads in of_prompts]
+            measured = [(prompt, _results(futures)) for prompt, futures in of_prompts]
             for place, head in enumerate(self.heads[layer]):
                 measures = concatenated([of_heads[place] for _, of_heads in measured])
                 verdicts.append(measures["verdict"])
@@ -125,7 +126,7 @@ class _KeyObserver(Observer):
 
     def _provenance(self, verdicts: np.ndarray) -> dict[str, Any]:
         """Return how the keys were judged; `keys_per_prompt` (a mean over keys) compete."""
-        competing = [of_heads[0].result()["n"] for _, of_heads in next(iter(self.pending.values()))]
+        competing = [_results(futures)[0]["n"] for _, futures in next(iter(self.pending.values()))]
         per_prompt, longest = round(float(np.concatenate(competing).mean())), max(int(n.max()) for n in competing)
         selectable = not np.isin(verdicts, (UNSELECTABLE, UNDECIDED)).any()
         return {
@@ -139,60 +140,59 @@ class _KeyObserver(Observer):
         }
 
 
-@dataclass(frozen=True)
-class _HeadKeys:
-    """The keys of one head on one prompt, as attention sees them.
+def _results(futures: Sequence[Future[list[Measures]]]) -> list[Measures]:
+    """Return the measures of each head of a layer."""
+    return [measures for future in futures for measures in future.result()]
 
-    Attributes:
-        keys: [key d_head].
-        bias: what is added to their scores.
-        sets: which keys compete, and the queries at the last position that sees them.
-        radius: how far the observed queries reach, as a share of what the norm allows.
+
+def _measure(
+    keys: Float64[np.ndarray, "head key d"],
+    bias: Float64[np.ndarray, "head key"] | None,
+    sets: Sequence[tuple[slice, Sequence[QuerySet]]],
+    radii: Float64[np.ndarray, " head"],
+    bounds: bool,
+    largest: Float64[np.ndarray, "head key"],
+) -> list[Measures]:
+    """Return the measures of every key of some heads on one prompt.
+
+    Args:
+        keys, bias: as attention sees them, and what is added to their scores.
+        sets: which keys compete, and each head's queries at the last position that sees them.
+        radii: how far each head's observed queries reach, as a share of what the norm allows.
         bounds: whether margins and attention are measured.
         largest: the largest weight that each key receives.
     """
-
-    keys: Float64[np.ndarray, "key d"]
-    bias: Float64[np.ndarray, " key"] | None
-    sets: Sequence[tuple[slice, QuerySet]]
-    radius: float
-    bounds: bool
-    largest: Float64[np.ndarray, " key"]
-
-    def measure(self) -> Measures:
-        """Return the measures of every key."""
-        compilation.wait(quiet=True)
-        request = Request(gap=RELATIVE_GAP if self.bounds else None, attention=self.bounds)
-        solved = [
-            solve_set(self.keys[seen], None if self.bias is None else self.bias[seen], queries, request, self.radius)
-            for seen, queries in self.sets
-        ]
-        return concatenated([_of_set(one) for one in solved]) | {"pattern_max": self.largest}
+    compilation.wait(quiet=True)
+    request = Request(gap=RELATIVE_GAP if bounds else None, attention=bounds)
+    solved = []
+    for seen, queries in sets:
+        lift = None if bias is None else bias[:, seen]
+        solved.append(solve_sets(keys[:, seen], lift, queries, radii, request, threads=1))
+    heads = [concatenated([_of_set(one) for one in of_head]) for of_head in zip(*solved, strict=True)]
+    return [measures | {"pattern_max": most} for measures, most in zip(heads, largest, strict=True)]
 
 
-def _keys_of_heads(attended: AttentionLayer, variant: str) -> list[_HeadKeys]:
-    """Return the keys of the chosen heads; where nothing bounds their queries, verdicts alone are measured."""
-    keys = attended.keys(variant).permute(1, 0, 2)[attended.chosen].contiguous().cpu().numpy()
-    _, largest = uniformity_of(attended, variant)
-    queries, bounded = [], False
+def _keys_of_heads(attended: AttentionLayer, variant: str) -> Iterator[Callable[[], list[Measures]]]:
+    """Yield what measures some of the chosen heads: verdicts alone where nothing bounds their queries."""
+    chosen, bias = attended.chosen, attended.key_bias
+    keys = attended.keys(variant).permute(1, 0, 2)[chosen].contiguous().cpu().numpy()
+    largest = uniformity_of(attended, variant)[1][chosen]
+    radii = np.ones(len(chosen)) if attended.radii is None else attended.radii[chosen]
+    sets, bounded = [], False
     for seen in attended.key_sets:
-        sets, bounded = attended.once("query sets", seen.stop, partial(_query_sets, attended, seen.stop - 1))
-        queries.append(sets)
-    return [
-        _HeadKeys(
-            keys[place],
-            None if attended.key_bias is None else attended.key_bias[place],
-            [(seen, sets[place]) for seen, sets in zip(attended.key_sets, queries, strict=True)],
-            1.0 if attended.radii is None else float(attended.radii[head]),
-            bounded and variant in COMPARED,
-            largest[head],
-        )
-        for place, head in enumerate(attended.chosen)
-    ]
+        queries, bounded = attended.once("query sets", seen.stop, partial(_query_sets, attended, seen.stop - 1))
+        sets.append((seen, queries))
+    size = max(TOGETHER, -(-len(chosen) // processors()))
+    for begin in range(0, len(chosen), size):
+        part = slice(begin, begin + size)
+        some = [(seen, queries[part]) for seen, queries in sets]
+        lift = None if bias is None else bias[part]
+        bounds = bounded and variant in COMPARED
+        yield partial(_measure, keys[part], lift, some, radii[part], bounds, largest[part])
 
 
 def _query_sets(attended: AttentionLayer, position: int) -> tuple[list[QuerySet], bool]:
-    """Return the sets of queries of all chosen heads at a position, and whether they are bounded."""
+    """Return the sets of queries of the chosen heads at a position, and whether they are bounded."""
     reachable_queries = attended.reachable(position)
     ellipsoids = zip(*(reachable_queries or attended.directions(position)), strict=True)
     sets = [QuerySet(np.ascontiguousarray(center), np.ascontiguousarray(axes)) for center, axes in ellipsoids]

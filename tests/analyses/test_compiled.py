@@ -14,7 +14,7 @@ import pytest
 
 import ln_probe
 from ln_probe.analyses.geometry import attention, check, decide, keys, nearest
-from ln_probe.analyses.geometry.compiled import Compilation, cache_folder, compiled
+from ln_probe.analyses.geometry.compiled import Compilation, cache_folder, compiled_in_place
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_without_a_folder_for_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "a file" / "below"))
 
-    @compiled
+    @compiled_in_place
     def twice(x: float) -> float:
         return 2 * x
 
@@ -40,7 +40,7 @@ def test_the_cache_of_others_stays_where_it_was(monkeypatch: pytest.MonkeyPatch,
     numba.njit(lambda x: x)(1)  # it reads the environment again when it compiles
     before = numba.config.CACHE_DIR
 
-    @compiled
+    @compiled_in_place
     def half(x: float) -> float:
         return x / 2
 
@@ -58,8 +58,8 @@ def test_the_package_does_not_import_the_compiler() -> None:
 def test_a_changed_callee_in_another_file_is_compiled_anew(tmp_path: Path) -> None:
     (tmp_path / "outer.py").write_text(
         "from inner import inner\n"
-        "from ln_probe.analyses.geometry.compiled import compiled\n"
-        "@compiled\n"
+        "from ln_probe.analyses.geometry.compiled import compiled_in_place\n"
+        "@compiled_in_place\n"
         "def outer(x):\n"
         "    return 10 * inner(x)\n"
     )

@@ -119,10 +119,9 @@ def test_qrnn_by_definition(cell: str) -> None:
     model = RecurrentConfig(cell, 2, 2).build().double()
     layer, x = model.layers[0], torch.randn(1, 6, 4, dtype=torch.float64)
     weight, bias = layer.gates.weight, layer.gates.bias
-    c, out = torch.zeros(10, dtype=torch.float64), []
+    c, out, before = torch.zeros(10).double(), [], torch.cat([torch.zeros(1, 4).double(), x[0]])
     for t in range(6):
-        before = x[0, t - 1] if t else torch.zeros(4, dtype=torch.float64)
-        gates = (weight @ torch.cat([x[0, t], before]) + bias).split(10)
+        gates = (weight @ torch.cat([x[0, t], before[t]]) + bias).split(10)
         z, f = gates[0].tanh(), gates[1].sigmoid()
         i = gates[3].sigmoid() if cell == "qrnn ifo" else 1 - f
         c = f * c + i * z
