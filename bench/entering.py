@@ -50,10 +50,13 @@ def main(repeats: int = 15) -> None:
     for name, load in (("lm-layernorm", partial(ln_probe.load_model, "lm-layernorm")), ("GPT-2's shape", gpt2_small)):
         with torch.no_grad():
             enter(load(), "scaling")  # (what torch and TransformerLens do once)
-            model = load()
-            model(short)
-            of_two = float(np.median([seconds(partial(model, short)) for _ in range(repeats)]))
-            first = seconds(partial(enter, model, "scaling")) / of_two
+            firsts = []
+            for _ in range(5):
+                model = load()
+                model(short)
+                of_two = float(np.median([seconds(partial(model, short)) for _ in range(repeats)]))
+                firsts.append(seconds(partial(enter, model, "scaling")) / of_two)
+            first = np.median(firsts)
             print(f"{name}: first entry {first:.1f} passes of two tokens ({1e3 * of_two:.1f} ms)")
             for edit, context in EDITS.items():
                 again = np.median([seconds(partial(enter, model, edit)) for _ in range(repeats)])
