@@ -170,7 +170,7 @@ def without(
 
 @dataclass(frozen=True, eq=False)
 class _Choice:
-    """The norms of a model that are edited."""
+    """Which norms are edited, and which readers and heads see it."""
 
     model: HookedModel
     structure: Structure

@@ -3,7 +3,7 @@
     LN(x) = gain * (Px) / sigma + bias,     P = I - 11ᵀ/d,  sigma = sqrt(mean((Px)²) + eps)
 
 (Brody, Alon & Yahav 2023, section 2; the geometry of the pieces: Gupta, Ozdemir & Anumanchipalli 2024.) An RMSNorm has
-no P, a norm that does not scale has a constant for sigma. The formula is written here and nowhere else.
+no P, a norm that does not scale has a constant for sigma. `norm_edits` applies the variants at hook points.
 
     intact           Px / sigma
     no_scaling       Px / c           c = a constant: two numbers, one for position 0
@@ -167,7 +167,7 @@ class Norm(OneLine):
 
     @property
     def eps(self) -> float:
-        """What is added to the mean square; 0 where the norm does not scale."""
+        """What is added to the mean square; of no use where the norm does not scale."""
         return float(getattr(self.module, self.eps_name)) if self.eps_name else self.eps_value
 
     @property
@@ -280,8 +280,8 @@ class Norm(OneLine):
     def directions(
         self, W: Float[Tensor, "*head d out"] | None = None, radius: float = 1.0
     ) -> tuple[Float64[Tensor, "*head out"], Float64[Tensor, "*head out d"]]:
-        """Return the same set for inputs that are normalized to a length: in which directions outputs can differ,
-        bounded or not. A norm that does not scale can put out c + A u with u of any length."""
+        """Return center c and axes A of the outputs {c + A u, |u| ≤ 1} for normalized vectors of length `radius`; of a
+        norm that does not scale, u can have any length."""
         gain, bias = gain_of(self), bias_of(self)
         if W is None:
             center, axes = bias, radius * torch.diag(gain)
@@ -329,7 +329,7 @@ SAME_OUTPUT = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 5e-3, to
 # RMS of the vectors that a norm is tried on. Sizes differ, so that a divisor that grows is seen, also with a large
 # eps (norm-free checkpoints have one of 1e12, beside which none grows).
 _SIZES = (1.0, 3.0, 100.0, 1e4)
-# The simpler ones first: with such an eps a LayerNorm is the constant that it looks like.
+# The simpler ones first: with such an eps a LayerNorm divides by a constant, so its kind is "projection_only".
 _KINDS = ("none", "projection_only", "rmsnorm", "layernorm")
 # What modules call them; the `w` and `b` of a bridge go on naming a parameter that has been replaced.
 _GAINS, _BIASES, _EPS = ("weight", "w"), ("bias", "b"), ("eps", "variance_epsilon")

@@ -2,7 +2,7 @@
 
 `NormEdit` removes terms of a norm at `hook_scale` and `hook_normalized`, `LinearEdit` holds its sigma. `HeadEdit`
 replaces columns of `hook_q`, `hook_k` and `hook_v`, for an edit that only some readers see. `installed` puts edits on
-a model. Hooks of users see the edited values, and what they return is used. Every pass checks that the hooks of the
+a model. Hooks of users see the values of `NormEdit`, and what they return is used. Every pass checks that hooks of the
 edits were called. Modules of a Hugging Face model in memory have no hook points: their outputs are replaced.
 """
 
@@ -130,7 +130,7 @@ class Positions:
         return begins
 
     def leave(self, calls: int) -> None:
-        """Note the end of one call of the model, or of none: of `forward` alone the unembedding is the end."""
+        """Note the end of a pass: of one call of the model, or (calls=0) of `forward` alone, at the unembedding."""
         self.depth -= calls
         self.is_running = self.depth > 0
 
@@ -197,7 +197,7 @@ class Edit:
         stack.callback(remove)
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the norm's input. Of hooks that users have added since, ours at `hook_in` are last, all others first."""
+        """Note the norm's input. Users may have added hooks: the edit's run last at `hook_in`, first elsewhere."""
         if self.suspended:
             return
         self.x = tensors_in(args, kwargs)[0]

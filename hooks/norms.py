@@ -4,8 +4,8 @@ A norm is a module with the hook points `hook_scale` and `hook_normalized`; its 
 ("blocks.0.ln1" in every model class). `norm.formula_of` identifies its formula. One short pass shows its readers, the
 modules whose input equals its output, and by its gradients whether a change of the norm reaches the model's output.
 
-The result depends on the modules, the configuration and a few of their settings (eps, activations), never on the
-weights. It is cached beside the model, as long as these are the same; nothing is put on the model.
+The result is cached, not on the model, as long as modules, configuration and a few settings (eps, activations) are the
+same. Weights matter only where a change does not arrive (they may be zero): then the pass is run again.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def _roots(blocks: Sequence[Any], layers: Mapping[int, nn.Module], unembed: Any)
 
 
 def _inside(roots: Sequence[Root], norms: Iterable[nn.Module]) -> Iterator[Root]:
-    """Yield what inside them has weights but norms."""
+    """Yield the modules with weights inside attention and MLPs, except norms."""
     done = {*norms, *(root for _, root in roots)}
     for reader, root in roots:  # (attention comes first: a bridge's MLP may wrap the whole block, as in OPT)
         for module in root.modules():

@@ -5,8 +5,8 @@ on where arrays lie in memory, on threads, or on the cache. Loops run on vector 
 the last axis of arrays that they add to (`out[j] += a * row[j]`); sums of products do not.
 
 numba takes cached code for valid while a function's own file is unchanged, but the code contains what
-the function calls in other files. So the code of every state of the sources, of every numba and of every
-kind of processor has a folder of its own.
+the function calls in other files. So every state of the sources, version of numba and kind of processor
+has a separate folder.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from ln_probe.analyses.probes.tables import HEADS, KEYS
 from ln_probe.analyses.probes.uniformity import GEOMETRY_PROMPTS, AttentionLayer, uniformity_of
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 
-# Layers of prompts that wait for their turn at most: four prompts of GPT-2 small. Passes and losses go on beside that.
+# Layers of prompts that wait for their turn at most: four prompts of GPT-2 small. Passes and losses go on meanwhile.
 MOST_WAITING = 48
 # Heads of a layer that a thread measures in one call at least: calls take the interpreter's lock.
 TOGETHER = 4
