@@ -175,6 +175,11 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
+def available_processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def one_blas_thread() -> AbstractContextManager[Any]:
     """Let NumPy's and SciPy's matrix products use one thread inside a `with` block.
 

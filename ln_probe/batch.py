@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 
 from ln_probe import __version__
 from ln_probe.analyses.probes import DEFAULT
-from ln_probe.analyses.progress import ProgressLine, follow_parent, tell, tell_left
+from ln_probe.analyses.progress import ProgressLine, available_processors, follow_parent, tell, tell_left
 from ln_probe.analyses.text import FileError, read_json, read_text, sha256_of_file, whole_number
 
 MAX_WORKERS = 4  # by default: each holds a model and about 1 GB beside it, and they compete for memory bandwidth
@@ -294,11 +294,6 @@ def _lock_file(target: Target, out: Path) -> Path:
     return out / _LOCKS / f"{target.folder}.lock"
 
 
-def processors() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def default_workers(targets: Sequence[Target], device: str | None) -> int:
     """Return how many checkpoints are measured side by side: one on a GPU, else up to MAX_WORKERS."""
     on_gpu = device is not None and device.startswith("cuda")
@@ -306,7 +301,7 @@ def default_workers(targets: Sequence[Target], device: str | None) -> int:
         import torch
 
         on_gpu = torch.cuda.is_available()
-    return 1 if on_gpu else min(len(targets), processors(), MAX_WORKERS)
+    return 1 if on_gpu else min(len(targets), available_processors(), MAX_WORKERS)
 
 
 def local_outcomes(targets: Sequence[Target], settings: Settings, out: Path, workers: int) -> Iterator[Outcome]:
@@ -318,7 +313,7 @@ def local_outcomes(targets: Sequence[Target], settings: Settings, out: Path, wor
         yield attempt(targets[0], settings, out)  # needs no second process
         return
     clock = _Clock(targets, workers)
-    start = partial(_worker, max(1, processors() // workers), clock)
+    start = partial(_worker, max(1, available_processors() // workers), clock)
     waiting = deque((target, 0) for target in targets)  # with how many processes died of it
     idle = [start() for _ in range(min(workers, len(targets)))]
     running: dict[Future[Outcome], tuple[Target, int, ProcessPoolExecutor]] = {}

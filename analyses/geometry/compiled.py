@@ -26,7 +26,7 @@ import numpy as np
 from filelock import FileLock
 from llvmlite import binding  # type: ignore[import-untyped]
 
-from ln_probe.analyses.progress import tell_delay
+from ln_probe.analyses.progress import available_processors, tell_delay
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -149,14 +149,9 @@ class Compilation:
 _share: int | None = None  # of the machine, where several processes divide it among them
 
 
-def available() -> int:
-    """How many processors there are for this process and its like."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def processors() -> int:
     """How many threads this process works in."""
-    return available() if _share is None else _share
+    return available_processors() if _share is None else _share
 
 
 def use_processors(count: int | None) -> None:

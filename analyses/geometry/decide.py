@@ -64,9 +64,9 @@ BUDGET = 1e9
 # Above this number of keys no matrix of all their products is made.
 MOST_PRODUCTS = 2048
 # Sets are solved together while the products of all their keys are no more than this.
-TOGETHER = 2**17
+PRODUCTS_TOGETHER = 2**17
 # No more numbers are prepared in one thread, since small steps take the interpreter's lock.
-SMALL = 2**15
+PREPARED_TOGETHER = 2**15
 # Own queries are tried if the first keys win under theirs.
 PILOT = 32
 # Queries whose scores are computed together.
@@ -271,8 +271,9 @@ def solve_sets(
     radii, size, prepared = np.ones(sets) if radii is None else radii, 1, None
     with one_blas_thread():  # products round alike for any number of threads
         if alike(bias, queries):
-            size = max(1, min(-(-sets // threads), TOGETHER // (count * max(count, dim))))
-            prepared = prepare(np.ascontiguousarray(keys), None, queries, request) if keys.size <= SMALL else None
+            size = max(1, min(-(-sets // threads), PRODUCTS_TOGETHER // (count * max(count, dim))))
+            if keys.size <= PREPARED_TOGETHER:
+                prepared = prepare(np.ascontiguousarray(keys), None, queries, request)
 
         def solve_part(begin: int) -> list[Solved]:
             part = slice(begin, begin + size)

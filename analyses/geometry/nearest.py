@@ -77,7 +77,7 @@ LONGER = 1e3
 SQUARE_NOISE = 1e-13
 # Keys that enter together in the first steps, one step for two dimensions, since most of them stay.
 # In FEW dimensions a verdict takes too few steps for that. Keys must make x this much SHORTER.
-TOGETHER, FEW, SHORTER = 3, 8, 0.5
+MOST_ENTERING, FEW, SHORTER = 3, 8, 0.5
 # Steps without a better bound after which the inverse has drifted, how often that is put right,
 # and steps per dimension at most: for a margin, and for a verdict.
 IDLE, REBUILT, STEPS, VERDICT_STEPS = 3, 5, 40, 10
@@ -520,7 +520,7 @@ def find_verdicts(
                 last = let_in(keys, search, room, i, new, m, bordering, largest)
                 size, m = max(size, last), abs(last)
                 entering += 1
-                if last < 0 or new < 0 or entering >= TOGETHER or not 0 < step <= (dim - FEW) // 2:
+                if last < 0 or new < 0 or entering >= MOST_ENTERING or not 0 < step <= (dim - FEW) // 2:
                     break
                 largest = max(largest, np.sqrt(room.gram[m - 1, m - 1]))
                 scores[new], best, new = np.inf, SHORTER * square, none
@@ -667,7 +667,7 @@ def find_margins(
                 last = let_in(keys, search, room, i, new, m, bordering, unit)
                 size, m = max(size, last), abs(last)
                 entering += 1
-                if last < 0 or entering >= TOGETHER or not 0 < step <= dim // 2:
+                if last < 0 or entering >= MOST_ENTERING or not 0 < step <= dim // 2:
                     break
                 scores[new], best, new = np.inf, reached - offset[i] - search.gap * abs(reached), none
                 for j in range(count):

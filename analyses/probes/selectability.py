@@ -39,7 +39,7 @@ from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 # Layers of prompts that wait for their turn at most: four prompts of GPT-2 small. Passes and losses go on meanwhile.
 MOST_WAITING = 48
 # Heads of a layer that a thread measures in one call at least: calls take the interpreter's lock.
-TOGETHER = 4
+HEADS_TOGETHER = 4
 # Variants whose margins and attention are measured, and whose keys have a row each.
 COMPARED = (INTACT.name, SCALING_FROZEN.name)
 UNKNOWN = -1  # of `reachable`, where nothing bounds the queries
@@ -182,7 +182,7 @@ def _keys_of_heads(attended: AttentionLayer, variant: str) -> Iterator[Callable[
     for seen in attended.key_sets:
         queries, bounded = attended.once("query sets", seen.stop, partial(_query_sets, attended, seen.stop - 1))
         sets.append((seen, queries))
-    size = max(TOGETHER, -(-len(chosen) // processors()))
+    size = max(HEADS_TOGETHER, -(-len(chosen) // processors()))
     for begin in range(0, len(chosen), size):
         part = slice(begin, begin + size)
         some = [(seen, queries[part]) for seen, queries in sets]
