@@ -288,7 +288,7 @@ class _ShortPass:
         return [name for name, output in flat_outputs.items() if any(torch.equal(t, output) for t in flat)]
 
 
-def _roots(blocks: Sequence[Any], layers: Mapping[int, nn.Module], unembed: Any) -> list[Root]:
+def _roots(blocks: nn.ModuleList, layers: Mapping[int, nn.Module], unembed: Any) -> list[Root]:
     """Return attention, MLPs and the unembedding."""
     roots: list[tuple[Reader, Any]] = [(("attention", layer), attn) for layer, attn in layers.items()]
     roots += [(("mlp", layer), getattr(block, "mlp", None)) for layer, block in enumerate(blocks)]
