@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy import sparse
 
 import ln_probe
 
@@ -24,6 +25,7 @@ EITHER = (TypeError, ValueError)
 CASES = {
     "meta tensor": ({"keys": torch.empty(4, 2, device="meta")}, EITHER, "meta"),
     "sparse tensor": ({"keys": torch.eye(4).to_sparse()}, EITHER, "sparse"),
+    "sparse array": ({"keys": sparse.csr_array(np.eye(4))}, TypeError, "csr_array"),
     "complex tensor": ({"keys": torch.ones(4, 2, dtype=torch.complex64)}, TypeError, "complex64"),
     "truth values": ({"keys": torch.ones(4, 2, dtype=torch.bool)}, TypeError, "torch.bool"),
     "objects": ({"keys": np.array([["a", "b"]], object)}, TypeError, "object"),

@@ -113,6 +113,18 @@ def test_directions_that_axes_lack_are_not_those_of_the_keys(shift):
             assert np.linalg.norm(beside) <= 1e-8 * np.linalg.norm(witness)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_bias_that_is_rounding_is_none(turned):
+    # The keys do not differ along the center, which the axes lack: all its scores are the same, up to rounding.
+    rng = np.random.default_rng(6)
+    turn = np.linalg.qr(rng.standard_normal((4, 4)))[0] if turned else np.eye(4)
+    keys = np.column_stack([rng.standard_normal((40, 3)), np.full(40, 2.0)])
+    found = geometry_of(Case(keys @ turn, None, (3.0 * turn[3], turn[:3].T)))
+    assert (found.verdict == ln_probe.key_geometry(keys[:, :3]).verdict).all()
+    for i in np.flatnonzero(found.verdict == "selectable"):
+        assert (keys @ turn @ found.witness(int(i))).argmax() == i
+
+
 def test_bytes_do_not_depend_on_memory_or_threads():
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(4, 40, 8)) * rng.lognormal(size=(4, 40, 1))
