@@ -1,0 +1,306 @@
+"""What attributions consist of, entry by entry: their tables, places and labels; which parts features replace."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from architectures import make_bridge
+from attribution_checks import TOKENS, pattern_of
+from torch import Tensor, nn
+
+from ln_probe.analyses.attribution import Features, attribute_logits, attribute_scores, logit_lens
+from ln_probe.analyses.attribution.logits import TERMS
+from ln_probe.analyses.attribution.scores import AT_ONCE, in_chunks
+from ln_probe.analyses.attribution.shared import AttributionError, contrast_of, one_of, place
+from ln_probe.hooks.components import Part
+
+pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")]
+RAGGED = [TOKENS, TOKENS[:4], TOKENS.flip(0)]
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Any:
+    return make_bridge("gpt2", torch.float64)
+
+
+def test_every_row_of_the_logits_table(gpt2: Any) -> None:
+    result = attribute_logits(gpt2, RAGGED, target=3).check()
+    lengths = [len(row) for row in RAGGED]
+    assert result.at.tolist() == [[t if t < n else -1 for t in range(10)] for n in lengths]
+    for fields in (result.total, result.own, result.scale, result.sigma):
+        assert torch.equal(fields.isfinite(), result.at >= 0)
+    table = result.table
+    assert list(table) == ["batch", "position", "part", "kind", "layer", "index", "contribution", *TERMS]
+    assert len(table) == len(result.components) * sum(lengths)
+    number = {part.name: i for i, part in enumerate(result.components)}
+    for row in table.to_dict("records"):
+        i = number[row["part"]]
+        terms = result.terms[i, :, row["batch"], row["position"]].tolist()
+        assert [row[term] for term in TERMS] == terms
+        assert row["contribution"] == pytest.approx(float(result.values[i, row["batch"], row["position"]]), abs=1e-14)
+        part = result.components[i]
+        assert (row["kind"], row["layer"], row["index"]) == (part.kind, part.layer, part.index)
+    for b, row in enumerate(RAGGED):
+        with torch.no_grad():
+            own, cache = gpt2.run_with_cache(row[None])
+        assert result.own[b, : len(row)].tolist() == pytest.approx(own[0, :, 3].tolist())
+        assert result.scale[b, : len(row)].tolist() == pytest.approx(own[0].abs().amax(-1).tolist())
+        x = cache["blocks.1.hook_resid_post"][0]
+        assert result.sigma[b, : len(row)].tolist() == pytest.approx((x.var(-1, correction=0) + 1e-5).sqrt().tolist())
+    largest = result.top(4)
+    values = np.abs(result.values.flatten(1).numpy())
+    order = np.argsort(-np.nanmean(values, axis=1), kind="stable")[:4]
+    assert list(largest["part"]) == [result.components[i].name for i in order]
+    assert largest["mean_abs"].to_numpy() == pytest.approx(np.nanmean(values, axis=1)[order])
+    means = np.nanmean(result.values.flatten(1).numpy(), axis=1)
+    assert largest["mean"].to_numpy() == pytest.approx(means[order])
+    wrong = result.own.clone()
+    wrong[2, 5] += 1.0
+    with pytest.raises(AttributionError, match="position 5 of prompt 2"):
+        replace(result, own=wrong).check()
+
+
+@pytest.mark.parametrize(("query", "key", "against"), [
+    (None, None, None), (None, 1, None), (-1, None, 0), (None, None, "mean"), (3, None, "mean"), (None, 0, 1),
+])  # fmt: skip
+def test_every_row_of_the_scores_table(gpt2: Any, query: Any, key: Any, against: Any) -> None:
+    result = attribute_scores(gpt2, RAGGED, 1, 2, query, key, against).check()
+    pairs: dict[tuple[int, int, int], tuple[float, float, float]] = {}
+    for b, row in enumerate(RAGGED):
+        paid = pattern_of(gpt2, 1, row)[2]
+        _, cache = gpt2.run_with_cache(row[None])
+        scores = cache["blocks.1.attn.hook_attn_scores"][0, 2].detach()
+        for q in range(len(row)) if query is None else [query % len(row)]:
+            seen = scores[q, : q + 1]
+            other = 0.0 if against is None else float(seen.mean() if against == "mean" else scores[q, against])
+            for k in range(len(row)) if key is None else [key]:
+                if k <= q and not (isinstance(against, int) and against > q):
+                    pairs[b, q, k] = (float(scores[q, k]) - other, float(paid[q, k]), float(seen.abs().max()))
+    table = result.table
+    assert list(table)[:4] == ["batch", "query", "key", "side"]
+    summed = table.groupby(["batch", "query", "key"])["contribution"].sum()
+    assert {*summed.index} == {*pairs}
+    assert len(table) == len(pairs) * len(result.components)
+    present = result.total.isfinite()
+    at = torch.nonzero(present)[:, 0], result.queries[present], result.keys[present]
+    for b, q, k, total, own, weight, scale in zip(
+        *(t.tolist() for t in (*at, *(f[present] for f in (result.total, result.own, result.weight, result.scale)))),
+        strict=True,
+    ):
+        expected = pairs[b, q, k]
+        assert (total, own) == pytest.approx((expected[0], expected[0]), abs=1e-9)
+        assert summed[b, q, k] == pytest.approx(total, abs=1e-12)
+        assert (weight, scale) == pytest.approx(expected[1:], rel=1e-9)
+    words = [f"score{'s' if query is None or key is None else ''} of L1H2"]
+    words += [f"from {query}"] * (query is not None) + [f"to {key}"] * (key is not None)
+    assert result.label.startswith(" ".join(words))
+    assert ("minus" in result.label, "mean" in result.label) == (against is not None, against == "mean")
+    flat = torch.nonzero(present.flatten())[:, 0]
+    wrong, some = result.own.clone(), int(flat[len(flat) // 2])
+    wrong.view(-1)[some] += 1.0
+    b, q, k = (int(t[len(flat) // 2]) for t in at)
+    with pytest.raises(AttributionError, match=rf"query {q}, key {k} of prompt {b}"):
+        replace(result, own=wrong).check()
+
+
+def test_one_score(gpt2: Any) -> None:
+    one = attribute_scores(gpt2, TOKENS, -1, -2, -3, -9, 0).check()
+    assert one.label == "score of L1H2 from 7 to 1 minus to 0"
+    assert (int(one.queries), int(one.keys)) == (7, 1)
+    sides = one.table.set_index(["side", "part"])["contribution"]
+    assert sides["key"].to_numpy() == pytest.approx(one.pairs.sum(axis=0).to_numpy())
+    assert sides["query"].to_numpy() == pytest.approx(one.pairs.sum(axis=1).to_numpy())
+    assert list(sides["query"].index) == [part.name for part in one.query_components]
+    top = one.top(5)
+    largest = sorted(one.pairs.abs().to_numpy().ravel(), reverse=True)[:5]
+    assert top["contribution"].abs().tolist() == pytest.approx(largest)
+    for row in top.to_dict("records"):
+        assert one.pairs.loc[row["query_part"], row["key_part"]] == row["contribution"]
+    assert len(one.top()) == 12
+    assert one.error == pytest.approx(abs(one.total - one.own) / one.scale)
+
+
+def test_the_lens_says_where_it_fails(gpt2: Any) -> None:
+    lens = logit_lens(gpt2, RAGGED, slice(0, 3)).check()
+    assert repr(lens).startswith("LogitLens(3 layers, 3 x 3 positions; ")
+    rows = [(layer, b, t) for layer in range(3) for b in range(3) for t in range(3)]
+    assert [*lens.table[["layer", "batch", "position"]].itertuples(index=False, name=None)] == rows
+    for row in lens.table.to_dict("records"):
+        logits = lens.values[row["layer"], row["batch"], row["position"]]
+        chances = logits.softmax(-1)
+        assert row["top"] == int(logits.argmax())
+        assert row["token"] == str(row["top"])
+        assert row["probability"] == pytest.approx(float(chances.max()))
+        assert row["entropy"] == pytest.approx(float(-(chances * chances.log()).sum()))
+        final = lens.values[-1, row["batch"], row["position"]]
+        assert row["logit"] == pytest.approx(float(logits[final.argmax()]))
+    assert "most likely" in lens.label
+    html = lens._repr_html_()
+    assert html.count("<div") == 9
+    assert f"{lens.table['probability'].iloc[0] / 2:.3f}" in html
+    assert replace(lens, error=lens.bound).check()
+    with pytest.raises(AttributionError, match="own"):
+        replace(lens, error=2 * lens.bound).check()
+    model = make_bridge("gpt2", torch.float64)
+    model.unembed.register_forward_hook(lambda _m, _a, out: 1.5 * out)
+    assert logit_lens(model, TOKENS).error == pytest.approx(1 / 3)
+    cached = logit_lens(gpt2, gpt2.run_with_cache(TOKENS[None])[1])
+    assert math.isnan(cached.error)
+    assert cached.bound == lens.bound
+
+
+def test_arguments_with_several_names() -> None:
+    assert one_of(pos=None, positions=0) == 0
+    assert one_of(pos_slice=(1, 4)) == slice(1, 4)
+    assert one_of(positions=(1, 4)) == (1, 4)
+    assert contrast_of(-1, None, None, [[1, 2], [3, 4]], None) == ([1, 3], [2, 4])
+    assert contrast_of(-1, None, 5, [[1, 2]], None) == ([[1, 2]], 5)
+    assert contrast_of(None, None, None, [[1, 2, 3]], None) == ([[1, 2, 3]], None)
+    assert contrast_of(None, 1, None, None, 2) == (1, 2)
+    for positions in (None, slice(1), [1]):
+        with pytest.raises(AttributionError, match="answer_tokens"):
+            contrast_of(positions, None, None, [[1, 2]], None)
+    assert [place(i, 3, "row") for i in range(-3, 3)] == [0, 1, 2, 0, 1, 2]
+    for wrong in (-4, 3, 1.0):
+        with pytest.raises(AttributionError, match="row"):
+            place(wrong, 3, "row")  # type: ignore[arg-type]
+    for count in (1, AT_ONCE, AT_ONCE + 1, 3 * AT_ONCE):
+        chunks = in_chunks(range(count))
+        assert [at for chunk in chunks for at in chunk] == list(range(count))
+        assert len(chunks) == math.ceil(count / AT_ONCE)
+
+
+def test_what_has_no_logits(gpt2: Any) -> None:
+    for change, word in (
+        (lambda m: vars(m).__setitem__("missing_head", "no head here"), "no head"),
+        (lambda m: setattr(m, "tokenizer", lambda text, **_: {"input_ids": [1, 2]}), "2 tokens"),
+    ):
+        model = make_bridge("gpt2")
+        change(model)
+        with pytest.raises(AttributionError, match=word):
+            attribute_logits(model, TOKENS, -1, " two words")
+    for ids, shape in ((torch.zeros(2, 3).long(), r"\[1, 2\]"), (torch.zeros(1, 2, 1, 1).long(), r"\[1, 2\]")):
+        with pytest.raises(AttributionError, match=shape):
+            attribute_logits(gpt2, TOKENS, [1, 2], target=ids)
+
+
+PARTS = [
+    (-1, Part("embed", "embedding")), (-1, Part("pos_embed", "position")), (1, Part("L0H1", "head", 0, 1)),
+    (1, Part("L0 b_O", "bias", 0)), (1, Part("blocks.0.ln1_post bias", "norm bias", 0)), (3, Part("L0 mlp", "mlp", 0)),
+    (3, Part("L0 b_out", "bias", 0)), (3, Part("blocks.0.ln2_post bias", "norm bias", 0)),
+    (0, Part("L0 resid_pre feature 3", "feature", 0)), (2, Part("L0 resid_mid skip", "skip", 0)),
+    (1, Part("L0 attn_out decoder bias", "decoder bias", 0)), (4, Part("L0 resid_post other features", "feature", 0)),
+    (4, Part("L1 resid_pre reconstruction error", "error", 1)), (5, Part("L1H0", "head", 1, 0)),
+    (7, Part("L1 mlp", "mlp", 1)), (8, Part("L1 resid_post feature 0", "feature", 1)),
+]  # fmt: skip
+POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("when", range(5))
+def test_features_replace_what_came_before_or_what_one_writer_wrote(layer: int, when: int) -> None:
+    """Steps of the pass, four for each block: a point of the stream shows all earlier writes, a writer's its own."""
+    features = Features(f"blocks.{layer}.hook_{POINTS[when]}", torch.zeros(2, 3), torch.zeros(4, 2))
+    for step, part in PARTS:
+        own = 4 * layer + when
+        assert features.replaces(part) == (step == own if when in (1, 3) else step < own), part.name
+
+
+class Coder(nn.Module):
+    """A dictionary that reads one hook point and writes another."""
+
+    def __init__(self, cfg: Any = None, *, noise: float = 0.0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.cfg, self.noise = cfg, noise
+        self.W_dec = nn.Parameter(torch.randn(40, 32, generator=generator, dtype=torch.float64))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return (x @ self.W_dec.T - 1.0).relu() + self.noise * torch.rand(x.shape[0], x.shape[1], 40)
+
+    def decode(self, active: Tensor) -> Tensor:
+        return active @ self.W_dec + 0.5
+
+
+def test_where_features_read_and_write(gpt2: Any) -> None:
+    _, cache = gpt2.run_with_cache(TOKENS[None])
+    a, b = "blocks.1.hook_resid_pre", "blocks.1.hook_mlp_out"
+    for cfg, given, reads, writes in (
+        (None, {"hook_name": a}, a, a), (SimpleNamespace(hook_name=a), {}, a, a),
+        (SimpleNamespace(hook_name=a, hook_name_out=b), {}, a, b), (None, {"hook_name": b, "input_name": a}, a, b),
+        (SimpleNamespace(hook_name=b, metadata=SimpleNamespace(hook_name=a)), {}, a, a),
+        (SimpleNamespace(hook_name=b), {"input_name": a}, a, b), (SimpleNamespace(hook_name=a), {"hook_name": b}, a, b),
+    ):  # fmt: skip
+        coder = Coder(cfg).train()
+        features = Features.of(coder, cache, **given)
+        assert coder.training
+        assert features.hook_name == writes
+        torch.testing.assert_close(features.activations, coder.encode(cache[reads]).detach())
+        torch.testing.assert_close(features.directions, coder.W_dec.detach())
+        assert torch.equal(features.bias, torch.full_like(features.bias, 0.5))
+        assert features.skip is None
+    for coder, word in ((Coder(), "hook point"), (Coder(SimpleNamespace(hook_name=a), noise=1.0), "noise")):
+        with pytest.raises(AttributionError, match=word):
+            Features.of(coder, cache)
+    size = features.activations[0, [2, 7]].abs().amax(0) * features.directions.norm(dim=1)
+    largest = sorted(i for i in size.argsort(descending=True)[:5].tolist() if size[i] > 0)
+    assert replace(features, top=5).chosen([2, 7]) == largest
+    silent = replace(features, activations=torch.zeros_like(features.activations))
+    assert silent.chosen([2, 7]) == []
+
+
+def test_skip_connections_of_dictionaries(gpt2: Any) -> None:
+    _, cache = gpt2.run_with_cache(TOKENS[None])
+    name = "blocks.1.hook_resid_pre"
+    W = torch.randn(32, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    skip = cache[name] @ W.T
+    whole = {"W_skip": W, "forward": lambda self, x: self.decode(self.encode(x)) + x @ self.W_skip.T}
+    for members, expected in (
+        ({"W_skip": W}, skip), (whole, skip), (whole | {"use_error_term": True}, skip), ({}, None),
+        ({"forward": lambda self, x: self.decode(self.encode(x))}, None), ({"forward": lambda self, x: (x, x)}, None),
+    ):  # fmt: skip
+        coder = type("Skipping", (Coder,), members)(SimpleNamespace(hook_name=name))
+        found = Features.of(coder, cache).skip
+        assert (found is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(found, expected)
+
+
+def test_features_of_a_sum_that_does_not_close(gpt2: Any) -> None:
+    _, cache = gpt2.run_with_cache(TOKENS[None])
+    features = Features.of(Coder(), cache, "blocks.1.hook_resid_pre")
+    parts = {Part("embed", "embedding"): torch.ones(1, 1).double(), Part("L1 mlp", "mlp", 1): torch.ones(1, 1).double()}
+    f = torch.zeros(1, 1, 32, dtype=torch.float64)
+    f[..., 0] = 1.0
+    for shown, closes in ((1.0, True), (1.1, False)):
+        record: Any = SimpleNamespace(values={features.hook_name: torch.full((1, 32), shown)})
+        if closes:
+            assert [p.kind for p in features.split(parts, f, record, [0], [1], 1e-5)] == [
+                "feature", "feature", "decoder bias", "error", "mlp"
+            ]  # fmt: skip
+            continue
+        with pytest.raises(AttributionError, match="left over"):
+            features.split(parts, f, record, [0], [1], 1e-5)
+
+
+def test_bias_of_each_token(gpt2: Any) -> None:
+    _, cache = gpt2.run_with_cache(TOKENS.view(2, 5))
+    features = Features.of(Coder(), cache, "blocks.1.hook_resid_pre")
+    assert features.bias is not None
+    flat = replace(features, bias=features.bias[0, 0])
+    one, other = (attribute_logits(gpt2, TOKENS.view(2, 5), target=3, features=f).check() for f in (features, flat))
+    pd.testing.assert_frame_equal(one.table, other.table)
+    for wrong in (replace(features, bias=features.bias[:1]), replace(features, skip=features.bias[0])):
+        with pytest.raises(AttributionError, match="finite"):
+            wrong.check(32, 2, 5)
+    single = replace(features, activations=features.activations[0], bias=features.bias[0])
+    single.check(32, 1, 5)
+    with pytest.raises(AttributionError, match="activations"):
+        single.check(32, 2, 5)

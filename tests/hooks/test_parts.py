@@ -1,0 +1,391 @@
+"""Small parts of the hooks, each against its definition: tokens, positions, what keys are visible, scores, readings."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architectures import bridge_of, hugging_face, make_bridge
+from small_models import norm_of
+from torch import Tensor, nn
+
+from ln_probe.hooks import find_norms
+from ln_probe.hooks.attention import Heads, Rotary, heads_at_once
+from ln_probe.hooks.constants import Constant, _batches, given_constants, some, weights_sample
+from ln_probe.hooks.model import (
+    Facts,
+    OneLine,
+    child_of,
+    context_of_config,
+    facts_of,
+    flat,
+    ordinary_tokens,
+    relative_difference,
+    weight_of,
+    whole_number,
+    z_point,
+)
+from ln_probe.hooks.norm import VARIANTS, Norm, is_heads_first
+from ln_probe.hooks.norm_edits import Positions
+from ln_probe.hooks.stream import AttentionInput, rotary_tables, visible_keys
+from ln_probe.hooks.task import Objective, ObjectiveError, check_tokens, encode, twins, unpadded
+
+FACTS = Facts(None, 50, 8, True, {"eos": [], "bos": [], "pad": []}, "", None, {})
+
+
+def test_token_ids_at_the_edges() -> None:
+    for given, rows in (
+        (torch.tensor([0, 49]), [[0, 49]]),
+        (torch.tensor([[3] * 8], dtype=torch.uint8), [[3] * 8]),
+        ([[1, 2], torch.tensor([3], dtype=torch.int16)], [[1, 2], [3]]),
+        (((4, 5),), [[4, 5]]),
+    ):
+        checked = check_tokens(FACTS, given)
+        assert [row.tolist() for row in checked] == rows
+        assert {row.dtype for row in checked} == {torch.int64}
+    for wrong, word in (([[3] * 9], "context"), ([[50]], "id 50"), ([[7, -1]], "id -1"), ([[]], "empty")):
+        with pytest.raises(ValueError, match=word):
+            check_tokens(FACTS, wrong)
+
+
+class Words:
+    """A tokenizer of numbers; `adds`: what it puts before every text."""
+
+    def __init__(self, first: int | None, *adds: int) -> None:
+        self.bos_token_id, self.adds = first, adds
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [*self.adds, *map(int, text.split())]}
+
+
+@pytest.mark.parametrize(("tokenizer", "trained", "asked", "ids"), [
+    (Words(1), True, None, [1, 5, 6]), (Words(1), False, None, [5, 6]), (Words(1), False, True, [1, 5, 6]),
+    (Words(1, 1), True, None, [1, 5, 6]), (Words(1, 1), True, False, [5, 6]), (Words(1, 1, 1), True, True, [1, 5, 6]),
+    (Words(None), True, None, [5, 6]), (Words(None, 1, 1), True, False, [1, 1, 5, 6]),
+])  # fmt: skip
+def test_the_first_token_of_a_text(tokenizer: Any, trained: bool, asked: bool | None, ids: list[int]) -> None:
+    facts = replace(FACTS, tokenizer=tokenizer, prepend_bos=trained)
+    assert encode(facts, "5 6", prepend_bos=asked).tolist() == ids
+    if tokenizer.bos_token_id is None:
+        with pytest.raises(ValueError, match="bos"):
+            encode(facts, "5", prepend_bos=True)
+    for text, word in ((" ", "empty"), ("five", "fails")):
+        with pytest.raises(ValueError, match=word):
+            encode(facts, text)
+
+
+@pytest.mark.parametrize(("pad", "ends", "rows", "expected"), [
+    (0, [], [[0, 0, 5, 6], [0, 7, 8, 9]], [[5, 6], [7, 8, 9]]),
+    (0, [], [[5, 0, 6, 0], [7, 8, 9, 1]], [[5, 0, 6], [7, 8, 9, 1]]),
+    (0, [0], [[0, 0, 5, 6], [0, 7, 8, 9]], [[0, 5, 6], [0, 7, 8, 9]]),  # the token begins texts too
+    (0, [0], [[5, 6, 0, 0], [7, 8, 9, 0]], [[5, 6, 0], [7, 8, 9, 0]]),
+    (0, [0], [[0, 5, 6, 0], [7, 8, 9, 1]], [[5, 6], [7, 8, 9, 1]]),
+    (None, [], [[0, 5]], [[0, 5]]),
+    (0, [], [[0, 5], [6]], [[0, 5], [6]]),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["bos", "eos"])
+def test_padding_is_left_out(pad: int | None, ends: list[int], rows: Any, expected: Any, kind: str) -> None:
+    special = {"eos": [], "bos": [], kind: ends, "pad": [] if pad is None else [pad]}
+    cut, notes = unpadded(replace(FACTS, special=special), list(map(torch.tensor, rows)))
+    assert [row.tolist() for row in cut] == expected
+    changed = sum(map(len, rows)) - sum(map(len, expected))
+    assert len(notes) == bool(changed)
+    with pytest.raises(ValueError, match="prompt 1 is"):
+        unpadded(replace(FACTS, special=special | {"pad": [3]}), [torch.tensor([1, 3]), torch.tensor([3, 3])])
+
+
+def test_losses_and_their_weights() -> None:
+    tokens = torch.tensor([[1, 2, 3], [4, 0, 4]])
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    own, given = Objective(), Objective.of(lambda output, tokens: output.sum((1, 2)))
+    by_hand = [[-math.log(float(logits[b, t].softmax(0)[tokens[b, t + 1]])) for t in (0, 1)] for b in (0, 1)]
+    assert own.by_token(logits, tokens).tolist() == [pytest.approx(row) for row in by_hand]
+    assert own.sums(logits, tokens).tolist() == pytest.approx([sum(row) for row in by_hand])
+    assert given.sums(logits, tokens).tolist() == pytest.approx(logits.sum((1, 2)).tolist())
+    assert [own.weight(tokens[0, :n]) for n in (0, 1, 3)] == [0, 0, 2]
+    assert given.weight(tokens[0]) == 1
+    assert (own.unit.split("/")[0], given.unit.split()[0]) == ("nats", "units")
+    for wrong in (lambda o, t: o.sum((1, 2)).long(), lambda o, t: o.sum((0, 1)), lambda o, t: 1.0, lambda o, t: o[9]):
+        with pytest.raises(ObjectiveError):
+            Objective.of(wrong).sums(logits, tokens)
+    with pytest.raises(MemoryError):
+        Objective.of(lambda o, t: b"" * sys.maxsize + b"1" * sys.maxsize).sums(logits, tokens)
+    with pytest.raises(ObjectiveError, match="finite"):
+        Objective.of(lambda o, t: o.sum((1, 2)) * math.inf).check(logits[:1], tokens[:1])
+
+
+def test_what_has_no_next_token_loss() -> None:
+    own, two = Objective(), twins(FACTS)
+    assert two.shape == (2, 4)
+    assert torch.equal(two[0, :-1], two[1, :-1])
+    assert two[0, -1] != two[1, -1]
+    logits = torch.randn(1, 4, 50).expand(2, -1, -1).clone()
+    logits[1, -1] += 1.0  # a last logit may differ
+    assert own.obstacle(FACTS, logits) == ""
+    few = (logits[..., :49], logits[0], None)
+    assert all("outputs" in own.obstacle(FACTS, each) for each in few)
+    for share, is_causal in ((0.01, True), (0.03, False)):  # rounding in bfloat16 reaches 1e-2
+        ahead = logits.clone()
+        ahead[1, 1, 3] += share * float(logits.abs().max())
+        assert (own.obstacle(FACTS, ahead) == "") == is_causal
+    assert own.obstacle(replace(FACTS, missing_head="no head"), logits) == "no head"
+    assert Objective.of(lambda output, tokens: output).obstacle(FACTS, None) == ""
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (4, 4), (2, 5)])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 1), (True, 3), (False, None), (False, 2)])
+def test_visible_keys(queries: int, keys: int, causal: bool, window: int | None) -> None:
+    for q, k in itertools.product(range(queries), range(keys)):
+        at = q + keys - queries
+        seen = (k <= at or not causal) and (window is None or k > at - window)
+        assert bool(visible_keys(queries, keys, causal=causal, window=window)[q, k]) == seen
+
+
+@pytest.mark.parametrize(
+    "bent", [{}, {"soft_cap": 2.0}, {"sinks": True}, {"slopes": True}, {"window": 2}, {"causal": False}]
+)
+def test_a_pattern_is_a_softmax_of_scores(bent: dict[str, Any]) -> None:
+    generator = np.random.default_rng(0)
+    weights, biases = generator.normal(size=(2, 3, 6, 4)), generator.normal(size=(2, 3, 4))
+    y, of_heads = generator.normal(size=(5, 6)), generator.normal(size=3)
+    options = {name: torch.tensor(of_heads) if value is True else value for name, value in bent.items()}
+    (W_Q, W_K), (b_Q, b_K) = torch.tensor(weights), torch.tensor(biases)
+    heads = Heads(0, W_Q, b_Q, W_K, b_K, 1.7, None, None, None, **options)
+    for h, t in itertools.product(range(3), range(5)):
+        q, k = y[t] @ weights[0, h] + biases[0, h], y @ weights[1, h] + biases[1, h]
+        scores = k @ q / 1.7 + (of_heads[h] * np.arange(5) if "slopes" in bent else 0.0)
+        scores = 2.0 * np.tanh(scores / 2.0) if "soft_cap" in bent else scores
+        shown = np.exp(scores) * visible_keys(5, 5, causal=heads.causal, window=heads.window)[t].numpy()
+        expected = shown / (shown.sum() + (np.exp(of_heads[h]) if "sinks" in bent else 0.0))
+        some_heads = heads.pattern(heads.queries(torch.tensor(y)), heads.keys(torch.tensor(y)), slice(h, h + 1))
+        assert some_heads[0, t].numpy() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("adjacent", [True, False])
+def test_rotations(adjacent: bool) -> None:
+    """Pairs turn by their angle, the rest stays; the inverse turns back; tables of a pass are cut to the prompt."""
+    angles = torch.tensor([[0.0, 0.0], [0.3, 1.1], [0.6, 2.2]], dtype=torch.float64)
+    wide = angles.repeat_interleave(2, -1) if adjacent else angles.repeat(1, 2)
+    rotary, x = Rotary(wide.cos(), wide.sin(), adjacent), torch.arange(18, dtype=torch.float64).view(3, 1, 6) + 1
+    turned = rotary(x, torch.tensor([2, 0, 1]))
+    pairs = ((0, 1), (2, 3)) if adjacent else ((0, 2), (1, 3))
+    for row, at in enumerate((2, 0, 1)):
+        for (i, j), angle in zip(pairs, angles[at].tolist(), strict=True):
+            z = complex(*x[row, 0, [i, j]].tolist()) * complex(math.cos(angle), math.sin(angle))
+            assert turned[row, 0, [i, j]].tolist() == pytest.approx([z.real, z.imag], rel=1e-12)
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    torch.testing.assert_close(rotary.cpu().inverse(turned, torch.tensor([2, 0, 1])), x)
+    points = {"hook_cos": torch.rand(2, 5, 4), "hook_sin": torch.rand(1, 5, 4)}
+    cos, sin = rotary_tables(points, 1, 3)  # type: ignore[misc]
+    assert torch.equal(cos, points["hook_cos"][1, :3])
+    assert torch.equal(sin, points["hook_sin"][0, :3])
+    assert rotary_tables({"hook_cos": cos}, 0, 3) is None
+
+
+def test_heads_a_few_at_a_time() -> None:
+    for shape in ((5, 1, 1), (7, 500, 1000), (3, 4000, 4000), (2, 0, 0)):
+        slices = list(heads_at_once(shape))
+        assert [h for some in slices for h in range(shape[0])[some]] == list(range(shape[0]))
+        most = max(s.stop - s.start for s in slices)
+        assert most == 1 or most * shape[1] * shape[2] <= 1_000_000
+        assert len(slices) == 1 or (most + 1) * shape[1] * shape[2] > 1_000_000
+
+
+def test_a_window_is_one_that_the_layer_declares_and_the_pattern_shows() -> None:
+    norm = norm_of()
+    pattern = visible_keys(9, 9, window=4).float()[None].repeat(2, 1, 1)
+    for settings, window in (
+        ({"sliding_window": 4}, 4), ({"window_size": 6, "sliding_window": 4}, 4), ({"window_size": 6}, 6),
+        ({"sliding_window": 3}, None), ({"sliding_window": 9}, None), ({"sliding_window": True}, None),
+        ({"sliding_window": 4, "attn_type": "global"}, None), ({"sliding_window": 4, "attn_type": "local"}, 4),
+        ({"sliding_window": 4, "layer_type": "full_attention"}, None), ({"sliding_window": None}, None),
+        ({"sliding_window": 4, "is_sliding": False}, None), ({"config": SimpleNamespace(sliding_window=4)}, 4),
+    ):  # fmt: skip
+        for wrapped in (False, True):
+            attn, owner = nn.Module(), nn.Module()
+            attn.original_component = owner
+            for name, value in settings.items():
+                setattr(owner if wrapped else attn, name, value)
+            x = torch.zeros(9, 16)
+            assert AttentionInput(0, x, x, pattern, None, attn, norm).window == window, settings
+
+
+def first_by_hand(batch: int, length: int, offset: int, padding: Any, restarts: Any) -> list[list[bool]]:
+    starts = [0] * batch if padding is None else padding
+    ids = [[False] * length] * batch if restarts is None else restarts
+    return [[t + offset == starts[b] or ids[b][t] for t in range(length)] for b in range(batch)]
+
+
+@pytest.mark.parametrize(("call", "offset", "padding", "restarts"), [
+    ({}, 0, None, None),
+    ({"attention_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])}, 0, [2, 1], None),
+    ({"position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])}, 0, None, [[0, 0, 1, 0], [0] * 4]),
+    ({"past_key_values": SimpleNamespace(get_seq_length=lambda: 3)}, 3, None, None),
+    ({"past_kv_cache_entry": SimpleNamespace(past_keys=torch.zeros(2, 5, 1, 1))}, 5, None, None),
+])  # fmt: skip
+def test_where_position_0_is(call: Any, offset: int, padding: Any, restarts: Any) -> None:
+    """In every shape that a norm is given: [batch pos d], by heads in either order, and flat."""
+    norm, inside = norm_of(), replace(norm_of(), reads="query", d=8)
+    positions = Positions()
+    assert not positions.first(norm, torch.zeros(2, 4, 16)).any()  # outside a pass
+    assert positions.enter((torch.zeros(2, 4, 16),), call, is_block=False)
+    assert positions.is_whole
+    truth = torch.tensor(first_by_hand(2, 4, offset, padding, restarts)).bool()
+    assert torch.equal(positions.first(norm, torch.zeros(2, 4, 16))[..., 0], truth)
+    assert torch.equal(positions.first(norm, torch.zeros(2, 4, 3, 16))[..., 0], truth[:, :, None].expand(2, 4, 3))
+    assert torch.equal(positions.first(inside, torch.zeros(2, 3, 4, 8))[..., 0], truth[:, None].expand(2, 3, 4))
+    assert torch.equal(positions.first(norm, torch.zeros(8, 16))[..., 0], truth.flatten())
+    assert torch.equal(positions.first(norm, torch.zeros(24, 16))[..., 0], truth.flatten().repeat_interleave(3))
+    assert not positions.enter((torch.zeros(2, 4, 16),), {}, is_block=True)  # the first block of this pass
+    positions.leave(1)
+    assert not positions.first(norm, torch.zeros(2, 4, 16)).any()
+    for partial in ("start_at_layer", "stop_at_layer"):
+        assert positions.enter((torch.zeros(2, 4),), {partial: 1}, is_block=False)
+        assert not positions.is_whole
+        assert bool(positions.first(norm, torch.zeros(2, 4, 16)).any()) == (partial == "stop_at_layer")
+        positions.leave(1)
+    assert positions.enter((torch.zeros(2, 4, 16),), {}, is_block=True)  # `forward` alone
+    assert bool(positions.first(norm, torch.zeros(2, 4, 16)).any())
+    positions.leave(0)
+    assert not positions.is_running
+
+
+def test_the_layout_of_queries_and_keys() -> None:
+    query, other = replace(norm_of(), reads="query"), norm_of()
+    flat_heads = torch.zeros(2, 4, 4, 16)  # as many heads as positions
+    assert is_heads_first(query, torch.zeros(2, 3, 4, 16), 4)
+    assert is_heads_first(replace(query, reads="key"), flat_heads.transpose(1, 2), 4)
+    for norm, x in ((query, flat_heads), (query, torch.zeros(2, 4, 3, 16)), (other, torch.zeros(2, 3, 4, 16))):
+        assert not is_heads_first(norm, x, 4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "projection_only", "scaling_only", "none"])
+def test_variants_of_a_norm(kind: str, seed: int) -> None:
+    norm = replace(norm_of(), kind=kind, constant_value=1.7, eps_name="", eps_value=0.3)
+    norm = replace(norm, module=nn.LayerNorm(16).double())
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + seed
+    projected = x - x.mean(-1, keepdim=True) if norm.projects else x
+    sigma = (
+        (projected.square().mean(-1, keepdim=True) + 0.3).sqrt() if norm.scales else torch.full((5, 1), 1.7).double()
+    )
+    assert (math.isnan(norm.radius), math.isnan(norm.constant_scale)) == (not norm.scales, norm.scales)
+    torch.testing.assert_close(norm.sigma(x), sigma)
+    for name, variant in VARIANTS.items():
+        top = x if "projection" in variant.removes else projected
+        for given in (None, 5.0 * sigma):
+            frozen = "scaling" in variant.removes and norm.scales
+            bottom = 2.0 if frozen else sigma if given is None else given
+            torch.testing.assert_close(norm.without(name, x, 2.0, given), top / bottom)
+    assert [v.name for v in VARIANTS.values() if v.primary] == ["no_scaling", "no_projection"]
+
+
+def test_constants_from_what_users_give() -> None:
+    pair = Constant(1.0, 3.0)
+    for given in ((1.0, 3.0), [1, 3], {"first": 1, "rest": 3}, pair, pair.plain, tuple(pair.pair)):
+        assert Constant.of(given) == pair
+    assert Constant.of(torch.tensor(2.0)) == Constant(2.0, 2.0)
+    assert pair.uniform == Constant(3.0, 3.0)
+    for wrong in ((1.0, 0.0), (0.0, 1.0), (1.0, math.inf), (math.inf, 1.0), "x", {"rest": 1.0}):
+        with pytest.raises(ValueError, match="constant"):
+            Constant.of(wrong)
+    assert given_constants({"a": 2, "b": pair, "c": 9}, ["b", "a"]) == {"b": pair, "a": Constant(2.0, 2.0)}
+    assert given_constants(4.0, ["a", "b"]) == dict.fromkeys("ab", Constant(4.0, 4.0))
+    assert some(list("abcdef")) == "a, b, c, d, e, f"
+    assert some(list("abcdefg")) == "a, b, c, d, e, f, … (7 in all)"
+    rows = [torch.tensor([i] * n) for i, n in enumerate((3, 5, 3, 512, 512, 512, 3))]
+    assert [batch[:, 0].tolist() for batch in _batches(rows, 50)] == [[0, 2, 6], [1], [3, 4], [5]]
+    assert [len(batch) for batch in _batches(rows[3:6], 1 << 17)] == [1, 1, 1]
+    parameters = [torch.arange(10.0), torch.arange(5000.0).view(50, 100)]
+    sample = weights_sample(parameters)
+    assert torch.equal(sample[:10], parameters[0])
+    assert 1000 < len(sample) - 10 <= 2500
+    assert len({*sample[10:].diff().tolist()}) == 1
+
+
+class Raising(nn.Module):
+    """As a bridge of an architecture that has no such weight."""
+
+    @property
+    def W_Q(self) -> Tensor:
+        raise NotImplementedError
+
+    attn = W_Q
+
+
+def test_what_a_model_lacks() -> None:
+    assert weight_of(Raising(), "W_Q") is None
+    assert child_of(Raising(), "attn", "hook_z") is None
+    assert weight_of(SimpleNamespace(W=3.0), "W") is None
+    with pytest.raises(ValueError, match="hook_z"):
+        z_point(nn.Module())
+    assert [context_of_config(SimpleNamespace(**c)) for c in ({"n_positions": 9}, {"max_seq_len": 0}, {})] == [
+        9,
+        None,
+        None,
+    ]
+
+
+def test_facts_are_of_the_tokenizer_the_config_and_the_loader() -> None:
+    model = bridge_of(hugging_face("llama", pad_token_id=0, bos_token_id=77, eos_token_id=[2, 49, 50]))
+    model.tokenizer = SimpleNamespace(eos_token_id=3, bos_token_id=None, pad_token_id=True)
+    vars(model)["special_token_ids"] = {"bos": [4]}
+    facts = facts_of(model)
+    assert facts.special["eos"][:3] == [3, 2, 49]
+    assert 50 not in facts.special["eos"]
+    assert facts.special["bos"] == [4]
+    assert 0 in facts.special["pad"]
+    assert (facts.vocabulary, facts.context, facts.missing_head, facts.bundled_prompts) == (50, 32, "", None)
+
+
+def test_rows_of_a_modules_output() -> None:
+    x = torch.arange(24.0).view(2, 3, 4)
+    assert torch.equal(flat((x, None), 3, 2), x.view(6, 4))
+    assert torch.equal(flat(x.view(2, 3, 2, 2), 3, 2), x.view(6, 4))
+    for once in (x[:1], x[0]):
+        assert torch.equal(flat(once, 3, 2), x[0].repeat(2, 1))
+        assert torch.equal(flat(once, 3), x[0])
+
+
+def test_numbers_and_lines() -> None:
+    assert [whole_number(v, "n", 2) for v in (2, np.int64(3), torch.tensor(4))] == [2, 3, 4]
+    for wrong in (1, 2.0, True, torch.tensor(True), np.bool_(True), "2", None):
+        with pytest.raises(KeyError, match="n must"):
+            whole_number(wrong, "n", 2, KeyError)
+    reference = torch.tensor([3.0, -4.0])
+    assert relative_difference(reference + 1.0, reference) == 0.25
+    assert relative_difference(torch.ones(2), torch.zeros(2)) == 1.0
+    for bad in (torch.ones(3), torch.tensor([math.nan, 0.0])):
+        assert relative_difference(bad, reference) == math.inf
+    text = repr(norm_of().decompose(torch.ones(2, 16)))
+    assert text.startswith("Terms(x=<2 x 16>")
+    assert isinstance(norm_of(), OneLine)
+    assert len(repr(replace(norm_of(), name="x" * 20, reads="y" * 200))) <= 160
+
+
+def test_prompts_reach_behind_a_short_window_and_fit_the_context() -> None:
+    for window, context, least, most in (
+        (100, 300, 101, 200),
+        (300, 500, 301, 400),
+        (None, 20, 20, 20),
+        (999, 2000, 9, 99),
+    ):
+        config = SimpleNamespace(vocab_size=50, max_position_embeddings=context, sliding_window=window)
+        tokens = ordinary_tokens(config, torch.device("cpu"))
+        assert least <= tokens.shape[1] <= most
+        assert torch.equal(tokens, ordinary_tokens(config, torch.device("cpu")))
+
+
+def test_names_and_readers_of_norms_inside_attention() -> None:
+    inside = [n for n in find_norms(make_bridge("qwen3")) if ".attn." in n.name]
+    assert [(n.layer, n.reads, n.d, n.attention_layers) for n in inside] == [
+        (layer, reads, 8, ()) for layer in (0, 1) for reads in ("query", "key")
+    ]
+    assert all(isinstance(n, Norm) and n.eps == pytest.approx(1e-6) and n.has_gain and not n.has_bias for n in inside)
