@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -143,7 +144,8 @@ def test_the_lens_says_where_it_fails(gpt2: Any) -> None:
         assert row["logit"] == pytest.approx(float(logits[final.argmax()]))
     assert "most likely" in lens.label
     html = lens._repr_html_()
-    assert html.count("<div") == 9
+    shown = lens.table[lens.table["batch"] == 0].sort_values(["layer", "position"], ascending=[False, True])
+    assert re.findall(r">(\d+)</div>", html) == [*shown["token"]]
     assert f"{lens.table['probability'].iloc[0] / 2:.3f}" in html
     assert replace(lens, error=lens.bound).check()
     with pytest.raises(AttributionError, match="own"):
@@ -175,6 +177,25 @@ def test_arguments_with_several_names() -> None:
         chunks = in_chunks(range(count))
         assert [at for chunk in chunks for at in chunk] == list(range(count))
         assert len(chunks) == math.ceil(count / AT_ONCE)
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_caps_and_factors_that_the_logits_show(real: bool) -> None:
+    """Settings that a model declares, and does or does not apply."""
+    model = make_bridge("gpt2", torch.float64)
+    model.cfg.output_logits_soft_cap, model.cfg.logit_scale = 3.0, 0.5
+    with torch.no_grad():
+        plain = model(TOKENS[None])[0]
+    if real:
+        model.unembed.register_forward_hook(lambda _m, _a, out: 3.0 * (0.5 * out / 3.0).tanh())
+    result = attribute_logits(model, TOKENS, target=3).check()
+    assert result.soft_cap == (3.0 if real else 0.0)
+    expected = plain[:, 3] * (0.5 if real else 1.0)
+    torch.testing.assert_close(result.total[0], expected.double(), rtol=1e-6, atol=1e-6)
+    lens = logit_lens(model, TOKENS).check()
+    torch.testing.assert_close(lens.values[-1, 0, :, 3], 3.0 * (expected / 3.0).tanh() if real else expected)
+    cached = attribute_logits(model, model.run_with_cache(TOKENS[None])[1], target=3)
+    torch.testing.assert_close(cached.total[0], 0.5 * plain[:, 3].double(), rtol=1e-6, atol=1e-6)
 
 
 def test_what_has_no_logits(gpt2: Any) -> None:

@@ -177,12 +177,14 @@ def test_what_cannot_be_fitted() -> None:
     model = make_bridge("gpt2")
     norms, start = measured(model)
     bert = make_bridge("bert")
+    infinite = Objective.of(lambda output, tokens: output.sum((1, 2)) * float("inf"))
     no_gradient = Objective.of(lambda output, tokens: output.detach().sum((1, 2)))
     for error, word, call in (
         (ValueError, "no loss", lambda: fit(bert, find_norms(bert), list(TOKENS), start=start)),
         (ValueError, "no constant", lambda: fit(model, norms, list(TOKENS), start={})),
         (ValueError, "no constant", lambda: fit(model, norms, list(TOKENS), start=start, variant="no_projection")),
         (ValueError, "none of these", lambda: fit(model, norms, [TOKENS[0, :1]], start=start)),
+        (ValueError, "the loss is", lambda: fit(model, norms, list(TOKENS), start=start, objective=infinite)),
         (GradientError, "gradient", lambda: fit(model, norms, list(TOKENS), start=start, objective=no_gradient)),
     ):
         with pytest.raises(error, match=word):

@@ -15,6 +15,7 @@ from small_models import lab
 from torch import Tensor, nn
 
 from ln_probe.hooks import InterventionError, LostEditError, edit_hooks, find_norms, linearized, without
+from ln_probe.hooks.model import unedited
 from ln_probe.hooks.norm import UnknownNormError
 
 TOKENS = torch.arange(1, 21).view(2, 10)
@@ -334,6 +335,9 @@ def test_edit_hooks_are_the_edit(what: str) -> None:
     qwen3 = make_bridge("qwen3")
     with pytest.raises(InterventionError, match="inside attention"):
         edit_hooks(qwen3, "scaling", sites=["blocks.0.attn.q_norm"], scale=2.0)
+    if what != "scaling":
+        with pytest.raises(InterventionError, match="hook_in"):
+            edit_hooks(make_hooked(), what, scale=2.0)
     for name, model in (("lab", lab()), ("gpt2", make_bridge("gpt2")), ("qwen3", qwen3)):
         sites = [norm.name for norm in find_norms(model) if norm.reads not in ("query", "key")]
         scale = {site: {"first": 0.5, "rest": 2.0} for site in sites}
@@ -341,6 +345,55 @@ def test_edit_hooks_are_the_edit(what: str) -> None:
             edited = model.run_with_hooks(TOKENS, fwd_hooks=edit_hooks(model, what, sites=sites, scale=scale))
             with without(model, what, sites=sites, scale=scale):
                 assert difference(edited, model(TOKENS)) < 1e-5, (name, what)
+
+
+def test_passes_through_some_layers(worlds: list[tuple[str, Any]]) -> None:
+    """A pass that ends before an edited norm is no lost edit; one that begins later has no position 0."""
+    for name, model in worlds:
+        if name == "lab":
+            continue
+        scale = {"blocks.1.ln1": {"first": 5.0, "rest": 0.7}}
+        with torch.no_grad():
+            intact, cache = model.run_with_cache(TOKENS)
+            with without(model, "scaling", sites=["blocks.1.ln1"], scale=scale):
+                half = model(TOKENS, stop_at_layer=1)
+                whole = model(TOKENS)
+                again = model(half, start_at_layer=1) if name == "hooked" else intact
+        torch.testing.assert_close(half, cache["blocks.1.hook_resid_pre"])
+        assert difference(whole, intact) > 1e-4
+        assert difference(again, whole) > 1e-4
+
+
+def test_edits_of_a_hugging_face_model_nest() -> None:
+    """As those of its bridge do, in either order; what else measures the model measures the intact one."""
+    logits = []
+    for model in (hugging_face("gpt2", torch.float64), make_bridge("gpt2", torch.float64)):
+        given, own = linearized.sigmas(model, TOKENS.flip(1)), linearized.sigmas(model, TOKENS)
+        for is_outer in (True, False):
+            edits = [linearized(model, sigma=given), without(model, "projection", sites="all")]
+            outer, inner = edits if is_outer else edits[::-1]
+            with torch.no_grad(), outer, inner:
+                result = model(TOKENS)
+                if hasattr(result, "logits"):
+                    assert torch.equal(linearized.sigmas(model, TOKENS)["ln_final"], own["ln_final"])
+            logits.append(getattr(result, "logits", result))
+    for other in logits[1:]:
+        torch.testing.assert_close(logits[0], other, rtol=1e-9, atol=1e-9)
+
+
+def test_tokens_of_ours_run_on_the_unedited_model_alone(worlds: list[tuple[str, Any]]) -> None:
+    """Neither edits nor users' hooks of its modules are seen; those of another model are left alone."""
+    other = lab()
+    for name, model in worlds:
+        with torch.no_grad():
+            intact, plain = model(TOKENS), other(TOKENS)
+            with without(model, "scaling", scale=2.0), without(other, "both", scale=2.0):
+                edited, changed = model(TOKENS), other(TOKENS)
+                with unedited([*model.modules()]):
+                    assert torch.equal(model(TOKENS), intact), name
+                    assert torch.equal(other(TOKENS), changed), name
+                assert torch.equal(model(TOKENS), edited), name
+            assert torch.equal(other(TOKENS), plain), name
 
 
 def test_an_edit_that_zero_weights_ignored_arrives_when_they_are_trained() -> None:

@@ -17,12 +17,13 @@ from small_models import norm_of
 from torch import Tensor, nn
 
 from ln_probe.hooks import find_norms
-from ln_probe.hooks.attention import Heads, Rotary, heads_at_once
+from ln_probe.hooks.attention import Heads, Rotary, UnsupportedAttentionError, heads_at_once, read_heads
 from ln_probe.hooks.constants import Constant, _batches, given_constants, some, weights_sample
 from ln_probe.hooks.model import (
     Facts,
     OneLine,
     child_of,
+    complete_token_ids,
     context_of_config,
     facts_of,
     flat,
@@ -33,7 +34,7 @@ from ln_probe.hooks.model import (
     z_point,
 )
 from ln_probe.hooks.norm import VARIANTS, Norm, is_heads_first
-from ln_probe.hooks.norm_edits import Positions
+from ln_probe.hooks.norm_edits import Positions, z_of
 from ln_probe.hooks.stream import AttentionInput, rotary_tables, visible_keys
 from ln_probe.hooks.task import Objective, ObjectiveError, check_tokens, encode, twins, unpadded
 
@@ -381,6 +382,28 @@ def test_prompts_reach_behind_a_short_window_and_fit_the_context() -> None:
         tokens = ordinary_tokens(config, torch.device("cpu"))
         assert least <= tokens.shape[1] <= most
         assert torch.equal(tokens, ordinary_tokens(config, torch.device("cpu")))
+
+
+def test_heads_that_cannot_be_rebuilt() -> None:
+    norm, x = norm_of(), torch.zeros(5, 16)
+    seen = AttentionInput(0, x, x, visible_keys(5, 5).float()[None], None, nn.Module(), norm)
+    with pytest.raises(UnsupportedAttentionError, match="W_Q"):
+        read_heads(seen, [])
+    W, b = torch.zeros(4, 16, 8, dtype=torch.float64), torch.zeros(4, 8, dtype=torch.float64)
+    for d, kind in ((32, "rmsnorm"), (16, "rmsnorm"), (8, "layernorm")):
+        inside = replace(norm, d=d, kind=kind, has_gain=False, has_bias=False, eps_name="", eps_value=1.0)
+        assert Heads(0, W, b + 3.0, W, b, 1.0, None, inside, None).queries(x).shape == (5, 4, 8)
+    for d in (32, 12, 4, 24):
+        inside = replace(norm, d=d, kind="layernorm" if d == 32 else "rmsnorm", has_gain=False, has_bias=False)
+        with pytest.raises(UnsupportedAttentionError, match="normalizes"):
+            Heads(0, W, b, W, b, 1.0, None, inside, None).queries(x)
+    attn = nn.Module()
+    attn.hook_z = nn.Identity()
+    with pytest.raises(ValueError, match="read"):
+        z_of(attn, (x + 1.0,), {}, x, x + 2.0)
+    config = SimpleNamespace(bos_token_id=7)
+    complete_token_ids(config)
+    assert vars(config) == {"pad_token_id": None, "bos_token_id": 7, "eos_token_id": None}
 
 
 def test_names_and_readers_of_norms_inside_attention() -> None:
