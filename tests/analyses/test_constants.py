@@ -53,15 +53,6 @@ def test_constants_are_saved_with_the_report(tmp_path: Path) -> None:
         read.of(5)
 
 
-def test_labels_form_groups() -> None:
-    model = make_bridge("gpt2")
-    constants = analyzed(model, groups=["a", "a", "b", "b", "b"]).constants
-    assert constants.groups.tolist() == [0, 0, 1, 1, 1]
-    assert analyzed(model, groups=torch.tensor([3, 3, 1, 1, 1])).constants.groups.tolist() == [0, 0, 1, 1, 1]
-    expected = mean_sigmas(model, find_norms(model), TOKENS[2:])
-    assert constants.of(0)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
-
-
 def test_labels_and_calibration_text_are_checked_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_bridge("gpt2")
     monkeypatch.setattr("ln_probe.passes.streaming", None)

@@ -12,11 +12,10 @@ import torch
 from architectures import bridge_of, hugging_face, make_bridge, make_hooked
 from compose import distance as difference
 from small_models import lab
-from torch import Tensor, nn
+from torch import Tensor
 
 from ln_probe.hooks import InterventionError, LostEditError, edit_hooks, find_norms, linearized, without
 from ln_probe.hooks.model import unedited
-from ln_probe.hooks.norm import UnknownNormError
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 
@@ -43,40 +42,6 @@ def test_the_model_is_left_as_it_was(only: str | None, worlds: list[tuple[str, A
             assert torch.equal(model(TOKENS), intact)
             assert hook_counts(model) == before
             assert {n: m.training for n, m in model.named_modules()} == modes
-
-
-def test_nested_contexts_amount_to_one(worlds: list[tuple[str, Any]]) -> None:
-    """In either order: constants are those of the unedited model, inside another intervention too."""
-    first, second = ["blocks.0.ln1", "blocks.1.ln2"], ["blocks.1.ln1"]
-    for _, model in worlds:
-        with torch.no_grad():
-            intact = model(TOKENS)
-            with without(model, "scaling", sites=first + second, tokens=TOKENS) as joint:
-                together = model(TOKENS)
-            for outer, inner in ((first, second), (second, first)):
-                with without(model, "scaling", sites=outer, tokens=TOKENS) as one:
-                    alone = model(TOKENS)
-                    with without(model, "scaling", sites=inner, tokens=TOKENS) as two:
-                        assert torch.equal(model(TOKENS), together)
-                    assert torch.equal(model(TOKENS), alone)
-                assert {**one.divisors, **two.divisors} == dict(joint.divisors)
-            assert torch.equal(model(TOKENS), intact)
-
-
-def test_an_intervention_inside_an_intervention_on_the_same_site() -> None:
-    model = make_bridge("gpt2")
-    with torch.no_grad():
-        intact = model(TOKENS)
-        with without(model, "scaling", scale=2.0):
-            outer = model(TOKENS)
-            for only in (None, "queries", "keys", "values"):
-                with (
-                    pytest.raises(InterventionError, match=r"blocks\.1\.ln1"),
-                    without(model, "projection", sites=["blocks.1.ln1"], only=only),
-                ):
-                    pass
-            assert torch.equal(model(TOKENS), outer)
-        assert torch.equal(model(TOKENS), intact)
 
 
 @pytest.mark.parametrize("options", [{}, {"only": "keys"}, {"heads": [(0, 1)]}])
@@ -126,24 +91,6 @@ def test_hooks_that_are_removed_inside(options: Any, by_point: bool, worlds: lis
             assert torch.equal(model(TOKENS), intact), name
 
 
-def test_blocks_left_out_of_order(worlds: list[tuple[str, Any]]) -> None:
-    for _, model in worlds:
-        with torch.no_grad():
-            intact = model(TOKENS)
-            first = without(model, "scaling", sites=["blocks.0.ln1"], scale=2.0)
-            second = without(model, "both", sites=["blocks.1.ln1"], scale=2.0)
-            third = linearized(model)
-            for context in (first, second, third):
-                context.__enter__()
-            first.__exit__(None, None, None)
-            with without(model, "both", sites=["blocks.1.ln2"], scale=2.0):
-                model(TOKENS)
-            second.__exit__(None, None, None)
-            assert difference(model(TOKENS), intact) <= 5e-6
-            third.__exit__(None, None, None)
-            assert torch.equal(model(TOKENS), intact)
-
-
 def test_a_norm_that_is_called_on_a_slice_outside_a_pass(worlds: list[tuple[str, Any]]) -> None:
     """As the logit lens does: row 0 of the slice is not position 0."""
     for name, model in worlds:
@@ -165,21 +112,6 @@ def test_a_norm_that_nobody_calls_or_reads() -> None:
         model.blocks[1].attn.W_O.zero_()
     with pytest.raises(LostEditError, match=r"^blocks\.1\.ln1: "), without(model, "scaling", sites="all", scale=2.0):
         pass
-
-    class Bypassed(nn.Module):
-        def __init__(self, inner: Any) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return type(self.inner).forward(self.inner, x)  # type: ignore[no-any-return]
-
-    model = lab()
-    norm = model.blocks[0].ln1
-    model.blocks[0].ln1 = Bypassed(norm)  # type: ignore[assignment]
-    model.setup()
-    with pytest.raises(UnknownNormError, match=r"blocks\.0"):
-        find_norms(model)
     model = lab()
     with torch.no_grad(), without(model, "scaling", scale=2.0):
         model.blocks[0].ln1 = lab().blocks[0].ln1
@@ -377,23 +309,13 @@ def test_edits_of_a_hugging_face_model_nest() -> None:
                 if hasattr(result, "logits"):
                     assert torch.equal(linearized.sigmas(model, TOKENS)["ln_final"], own["ln_final"])
             logits.append(getattr(result, "logits", result))
+        other = lab()
+        with torch.no_grad(), without(other, "both", scale=2.0):
+            changed = other(TOKENS)
+            with unedited([*model.modules()]):  # of this model alone
+                assert torch.equal(other(TOKENS), changed)
     for other in logits[1:]:
         torch.testing.assert_close(logits[0], other, rtol=1e-9, atol=1e-9)
-
-
-def test_tokens_of_ours_run_on_the_unedited_model_alone(worlds: list[tuple[str, Any]]) -> None:
-    """Neither edits nor users' hooks of its modules are seen; those of another model are left alone."""
-    other = lab()
-    for name, model in worlds:
-        with torch.no_grad():
-            intact, plain = model(TOKENS), other(TOKENS)
-            with without(model, "scaling", scale=2.0), without(other, "both", scale=2.0):
-                edited, changed = model(TOKENS), other(TOKENS)
-                with unedited([*model.modules()]):
-                    assert torch.equal(model(TOKENS), intact), name
-                    assert torch.equal(other(TOKENS), changed), name
-                assert torch.equal(model(TOKENS), edited), name
-            assert torch.equal(other(TOKENS), plain), name
 
 
 def test_an_edit_that_zero_weights_ignored_arrives_when_they_are_trained() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from dataclasses import replace
@@ -12,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import bridge_of, hugging_face, make_bridge
+from architectures import bridge_of, hugging_face
 from small_models import norm_of
 from torch import Tensor, nn
 
-from ln_probe.hooks import find_norms
-from ln_probe.hooks.attention import Heads, Rotary, UnsupportedAttentionError, heads_at_once, read_heads
+from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.constants import Constant, _batches, given_constants, some, weights_sample
 from ln_probe.hooks.model import (
     Facts,
@@ -26,16 +24,14 @@ from ln_probe.hooks.model import (
     complete_token_ids,
     context_of_config,
     facts_of,
-    flat,
     ordinary_tokens,
     relative_difference,
     weight_of,
     whole_number,
     z_point,
 )
-from ln_probe.hooks.norm import VARIANTS, Norm, is_heads_first
 from ln_probe.hooks.norm_edits import Positions, z_of
-from ln_probe.hooks.stream import AttentionInput, rotary_tables, visible_keys
+from ln_probe.hooks.stream import AttentionInput, visible_keys
 from ln_probe.hooks.task import Objective, ObjectiveError, check_tokens, encode, twins, unpadded
 
 FACTS = Facts(None, 50, 8, True, {"eos": [], "bos": [], "pad": []}, "", None, {})
@@ -140,84 +136,6 @@ def test_what_has_no_next_token_loss() -> None:
     assert Objective.of(lambda output, tokens: output).obstacle(FACTS, None) == ""
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (4, 4), (2, 5)])
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 1), (True, 3), (False, None), (False, 2)])
-def test_visible_keys(queries: int, keys: int, causal: bool, window: int | None) -> None:
-    for q, k in itertools.product(range(queries), range(keys)):
-        at = q + keys - queries
-        seen = (k <= at or not causal) and (window is None or k > at - window)
-        assert bool(visible_keys(queries, keys, causal=causal, window=window)[q, k]) == seen
-
-
-@pytest.mark.parametrize(
-    "bent", [{}, {"soft_cap": 2.0}, {"sinks": True}, {"slopes": True}, {"window": 2}, {"causal": False}]
-)
-def test_a_pattern_is_a_softmax_of_scores(bent: dict[str, Any]) -> None:
-    generator = np.random.default_rng(0)
-    weights, biases = generator.normal(size=(2, 3, 6, 4)), generator.normal(size=(2, 3, 4))
-    y, of_heads = generator.normal(size=(5, 6)), generator.normal(size=3)
-    options = {name: torch.tensor(of_heads) if value is True else value for name, value in bent.items()}
-    (W_Q, W_K), (b_Q, b_K) = torch.tensor(weights), torch.tensor(biases)
-    heads = Heads(0, W_Q, b_Q, W_K, b_K, 1.7, None, None, None, **options)
-    for h, t in itertools.product(range(3), range(5)):
-        q, k = y[t] @ weights[0, h] + biases[0, h], y @ weights[1, h] + biases[1, h]
-        scores = k @ q / 1.7 + (of_heads[h] * np.arange(5) if "slopes" in bent else 0.0)
-        scores = 2.0 * np.tanh(scores / 2.0) if "soft_cap" in bent else scores
-        shown = np.exp(scores) * visible_keys(5, 5, causal=heads.causal, window=heads.window)[t].numpy()
-        expected = shown / (shown.sum() + (np.exp(of_heads[h]) if "sinks" in bent else 0.0))
-        some_heads = heads.pattern(heads.queries(torch.tensor(y)), heads.keys(torch.tensor(y)), slice(h, h + 1))
-        assert some_heads[0, t].numpy() == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("adjacent", [True, False])
-def test_rotations(adjacent: bool) -> None:
-    """Pairs turn by their angle, the rest stays; the inverse turns back; tables of a pass are cut to the prompt."""
-    angles = torch.tensor([[0.0, 0.0], [0.3, 1.1], [0.6, 2.2]], dtype=torch.float64)
-    wide = angles.repeat_interleave(2, -1) if adjacent else angles.repeat(1, 2)
-    rotary, x = Rotary(wide.cos(), wide.sin(), adjacent), torch.arange(18, dtype=torch.float64).view(3, 1, 6) + 1
-    turned = rotary(x, torch.tensor([2, 0, 1]))
-    pairs = ((0, 1), (2, 3)) if adjacent else ((0, 2), (1, 3))
-    for row, at in enumerate((2, 0, 1)):
-        for (i, j), angle in zip(pairs, angles[at].tolist(), strict=True):
-            z = complex(*x[row, 0, [i, j]].tolist()) * complex(math.cos(angle), math.sin(angle))
-            assert turned[row, 0, [i, j]].tolist() == pytest.approx([z.real, z.imag], rel=1e-12)
-    assert torch.equal(turned[..., 4:], x[..., 4:])
-    torch.testing.assert_close(rotary.cpu().inverse(turned, torch.tensor([2, 0, 1])), x)
-    points = {"hook_cos": torch.rand(2, 5, 4), "hook_sin": torch.rand(1, 5, 4)}
-    cos, sin = rotary_tables(points, 1, 3)  # type: ignore[misc]
-    assert torch.equal(cos, points["hook_cos"][1, :3])
-    assert torch.equal(sin, points["hook_sin"][0, :3])
-    assert rotary_tables({"hook_cos": cos}, 0, 3) is None
-
-
-def test_heads_a_few_at_a_time() -> None:
-    for shape in ((5, 1, 1), (7, 500, 1000), (3, 4000, 4000), (2, 0, 0)):
-        slices = list(heads_at_once(shape))
-        assert [h for some in slices for h in range(shape[0])[some]] == list(range(shape[0]))
-        most = max(s.stop - s.start for s in slices)
-        assert most == 1 or most * shape[1] * shape[2] <= 1_000_000
-        assert len(slices) == 1 or (most + 1) * shape[1] * shape[2] > 1_000_000
-
-
-def test_a_window_is_one_that_the_layer_declares_and_the_pattern_shows() -> None:
-    norm = norm_of()
-    pattern = visible_keys(9, 9, window=4).float()[None].repeat(2, 1, 1)
-    for settings, window in (
-        ({"sliding_window": 4}, 4), ({"window_size": 6, "sliding_window": 4}, 4), ({"window_size": 6}, 6),
-        ({"sliding_window": 3}, None), ({"sliding_window": 9}, None), ({"sliding_window": True}, None),
-        ({"sliding_window": 4, "attn_type": "global"}, None), ({"sliding_window": 4, "attn_type": "local"}, 4),
-        ({"sliding_window": 4, "layer_type": "full_attention"}, None), ({"sliding_window": None}, None),
-        ({"sliding_window": 4, "is_sliding": False}, None), ({"config": SimpleNamespace(sliding_window=4)}, 4),
-    ):  # fmt: skip
-        for wrapped in (False, True):
-            attn, owner = nn.Module(), nn.Module()
-            attn.original_component = owner
-            for name, value in settings.items():
-                setattr(owner if wrapped else attn, name, value)
-            x = torch.zeros(9, 16)
-            assert AttentionInput(0, x, x, pattern, None, attn, norm).window == window, settings
-
-
 def first_by_hand(batch: int, length: int, offset: int, padding: Any, restarts: Any) -> list[list[bool]]:
     starts = [0] * batch if padding is None else padding
     ids = [[False] * length] * batch if restarts is None else restarts
@@ -256,36 +174,6 @@ def test_where_position_0_is(call: Any, offset: int, padding: Any, restarts: Any
     assert bool(positions.first(norm, torch.zeros(2, 4, 16)).any())
     positions.leave(0)
     assert not positions.is_running
-
-
-def test_the_layout_of_queries_and_keys() -> None:
-    query, other = replace(norm_of(), reads="query"), norm_of()
-    flat_heads = torch.zeros(2, 4, 4, 16)  # as many heads as positions
-    assert is_heads_first(query, torch.zeros(2, 3, 4, 16), 4)
-    assert is_heads_first(replace(query, reads="key"), flat_heads.transpose(1, 2), 4)
-    for norm, x in ((query, flat_heads), (query, torch.zeros(2, 4, 3, 16)), (other, torch.zeros(2, 3, 4, 16))):
-        assert not is_heads_first(norm, x, 4)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "projection_only", "scaling_only", "none"])
-def test_variants_of_a_norm(kind: str, seed: int) -> None:
-    norm = replace(norm_of(), kind=kind, constant_value=1.7, eps_name="", eps_value=0.3)
-    norm = replace(norm, module=nn.LayerNorm(16).double())
-    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + seed
-    projected = x - x.mean(-1, keepdim=True) if norm.projects else x
-    sigma = (
-        (projected.square().mean(-1, keepdim=True) + 0.3).sqrt() if norm.scales else torch.full((5, 1), 1.7).double()
-    )
-    assert (math.isnan(norm.radius), math.isnan(norm.constant_scale)) == (not norm.scales, norm.scales)
-    torch.testing.assert_close(norm.sigma(x), sigma)
-    for name, variant in VARIANTS.items():
-        top = x if "projection" in variant.removes else projected
-        for given in (None, 5.0 * sigma):
-            frozen = "scaling" in variant.removes and norm.scales
-            bottom = 2.0 if frozen else sigma if given is None else given
-            torch.testing.assert_close(norm.without(name, x, 2.0, given), top / bottom)
-    assert [v.name for v in VARIANTS.values() if v.primary] == ["no_scaling", "no_projection"]
 
 
 def test_constants_from_what_users_give() -> None:
@@ -346,15 +234,6 @@ def test_facts_are_of_the_tokenizer_the_config_and_the_loader() -> None:
     assert (facts.vocabulary, facts.context, facts.missing_head, facts.bundled_prompts) == (50, 32, "", None)
 
 
-def test_rows_of_a_modules_output() -> None:
-    x = torch.arange(24.0).view(2, 3, 4)
-    assert torch.equal(flat((x, None), 3, 2), x.view(6, 4))
-    assert torch.equal(flat(x.view(2, 3, 2, 2), 3, 2), x.view(6, 4))
-    for once in (x[:1], x[0]):
-        assert torch.equal(flat(once, 3, 2), x[0].repeat(2, 1))
-        assert torch.equal(flat(once, 3), x[0])
-
-
 def test_numbers_and_lines() -> None:
     assert [whole_number(v, "n", 2) for v in (2, np.int64(3), torch.tensor(4))] == [2, 3, 4]
     for wrong in (1, 2.0, True, torch.tensor(True), np.bool_(True), "2", None):
@@ -404,11 +283,3 @@ def test_heads_that_cannot_be_rebuilt() -> None:
     config = SimpleNamespace(bos_token_id=7)
     complete_token_ids(config)
     assert vars(config) == {"pad_token_id": None, "bos_token_id": 7, "eos_token_id": None}
-
-
-def test_names_and_readers_of_norms_inside_attention() -> None:
-    inside = [n for n in find_norms(make_bridge("qwen3")) if ".attn." in n.name]
-    assert [(n.layer, n.reads, n.d, n.attention_layers) for n in inside] == [
-        (layer, reads, 8, ()) for layer in (0, 1) for reads in ("query", "key")
-    ]
-    assert all(isinstance(n, Norm) and n.eps == pytest.approx(1e-6) and n.has_gain and not n.has_bias for n in inside)
