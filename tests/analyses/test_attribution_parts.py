@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 import torch
 from architectures import make_bridge
 from attribution_checks import TOKENS, pattern_of
-from torch import Tensor, nn
 
 from ln_probe.analyses.attribution import Features, attribute_logits, attribute_scores, logit_lens
 from ln_probe.analyses.attribution.logits import TERMS
@@ -194,45 +192,9 @@ def test_features_replace_what_came_before_or_what_one_writer_wrote(layer: int, 
         assert features.replaces(part) == (step == own if when in (1, 3) else step < own), part.name
 
 
-class Coder(nn.Module):
-    """A dictionary that reads one hook point and writes another."""
-
-    def __init__(self, cfg: Any = None, *, noise: float = 0.0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        self.cfg, self.noise = cfg, noise
-        sizes = torch.linspace(0.2, 5.0, 40)[:, None]  # of the rows
-        self.W_dec = nn.Parameter(sizes * torch.randn(40, 32, generator=generator, dtype=torch.float64))
-
-    def encode(self, x: Tensor) -> Tensor:
-        return (x @ self.W_dec.T - 1.0).relu() + self.noise * torch.rand(x.shape[0], x.shape[1], 40)
-
-    def decode(self, active: Tensor) -> Tensor:
-        return active @ self.W_dec + 0.5
-
-
-def test_where_features_read_and_write(gpt2: Any) -> None:
-    _, cache = gpt2.run_with_cache(TOKENS[None])
-    a, b = "blocks.1.hook_resid_pre", "blocks.1.hook_mlp_out"
-    for cfg, given, reads, writes in (
-        (None, {"hook_name": a}, a, a), (SimpleNamespace(hook_name=a), {}, a, a),
-        (SimpleNamespace(hook_name=a, hook_name_out=b), {}, a, b), (None, {"hook_name": b, "input_name": a}, a, b),
-        (SimpleNamespace(hook_name=b, metadata=SimpleNamespace(hook_name=a)), {}, a, a),
-        (SimpleNamespace(hook_name=b), {"input_name": a}, a, b), (SimpleNamespace(hook_name=a), {"hook_name": b}, a, b),
-    ):  # fmt: skip
-        coder = Coder(cfg).train()
-        features = Features.of(coder, cache, **given)
-        assert coder.training
-        assert features.hook_name == writes
-        torch.testing.assert_close(features.activations, coder.encode(cache[reads]).detach())
-        torch.testing.assert_close(features.directions, coder.W_dec.detach())
-        assert torch.equal(features.bias, torch.full_like(features.bias, 0.5))
-        assert features.skip is None
-    for coder, word in ((Coder(), "hook point"), (Coder(SimpleNamespace(hook_name=a), noise=1.0), "noise")):
-        with pytest.raises(AttributionError, match=word):
-            Features.of(coder, cache)
-    size = features.activations[0, [2, 7]].abs().amax(0) * features.directions.norm(dim=1)
-    largest = sorted(i for i in size.argsort(descending=True)[:5].tolist() if size[i] > 0)
-    assert replace(features, top=5).chosen([2, 7]) == largest
-    silent = replace(features, activations=torch.zeros_like(features.activations))
-    assert silent.chosen([2, 7]) == []
+def test_the_largest_features_at_some_tokens_are_named() -> None:
+    """By |activation|·|direction|, of all tokens asked for; none that is silent there."""
+    sizes, active = torch.tensor([1.0, 9.0, 3.0, 2.0]), torch.tensor([[[4.0, 0.0, -2.0, 0.0], [0.0, 7.0, 0.0, 1.0]]])
+    features = Features("blocks.0.hook_resid_pre", torch.diag(sizes), active, top=2)
+    assert [features.chosen(rows) for rows in ([0], [1], [0, 1])] == [[0, 2], [1, 3], [1, 2]]
+    assert replace(features, top=9).chosen([0]) == [0, 2]
