@@ -44,13 +44,13 @@ def test_every_row_of_the_logits_table(gpt2: Any) -> None:
         assert row["contribution"] == pytest.approx(float(result.values[i, row["batch"], row["position"]]), abs=1e-14)
         part = result.components[i]
         assert (row["kind"], row["layer"], row["index"]) == (part.kind, part.layer, part.index)
-    for b, row in enumerate(RAGGED):
+    for b, ids in enumerate(RAGGED):
         with torch.no_grad():
-            own, cache = gpt2.run_with_cache(row[None])
-        assert result.own[b, : len(row)].tolist() == pytest.approx(own[0, :, 3].tolist())
-        assert result.scale[b, : len(row)].tolist() == pytest.approx(own[0].abs().amax(-1).tolist())
+            own, cache = gpt2.run_with_cache(ids[None])
+        assert result.own[b, : len(ids)].tolist() == pytest.approx(own[0, :, 3].tolist())
+        assert result.scale[b, : len(ids)].tolist() == pytest.approx(own[0].abs().amax(-1).tolist())
         x = cache["blocks.1.hook_resid_post"][0]
-        assert result.sigma[b, : len(row)].tolist() == pytest.approx((x.var(-1, correction=0) + 1e-5).sqrt().tolist())
+        assert result.sigma[b, : len(ids)].tolist() == pytest.approx((x.var(-1, correction=0) + 1e-5).sqrt().tolist())
     largest = result.top(4)
     values = np.abs(result.values.flatten(1).numpy())
     order = np.argsort(-np.nanmean(values, axis=1), kind="stable")[:4]
@@ -158,7 +158,7 @@ def test_caps_and_factors_that_the_logits_show(real: bool) -> None:
 
 def test_what_has_no_logits(gpt2: Any) -> None:
     for change, word in (
-        (lambda m: vars(m).__setitem__("missing_head", "no head here"), "no head"),
+        (lambda m: m.__dict__.update(missing_head="no head here"), "no head"),
         (lambda m: setattr(m, "tokenizer", lambda text, **_: {"input_ids": [1, 2]}), "2 tokens"),
     ):
         model = make_bridge("gpt2")
