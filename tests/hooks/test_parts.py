@@ -1,4 +1,4 @@
-"""Small parts of the hooks, each against its definition: tokens, losses, position 0, constants, facts."""
+"""Small parts of the hooks, each against its definition: tokens, losses, position 0, constants, numbers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import bridge_of, hugging_face
 from small_models import norm_of
 
 from ln_probe.hooks.constants import Constant, _batches, given_constants, some, weights_sample
-from ln_probe.hooks.model import (
-    Facts,
-    facts_of,
-    ordinary_tokens,
-    relative_difference,
-    whole_number,
-)
+from ln_probe.hooks.model import Facts, dtype_of, relative_difference, whole_number
 from ln_probe.hooks.norm_edits import Positions
 from ln_probe.hooks.task import Objective, ObjectiveError, check_tokens, encode, twins, unpadded
 
@@ -124,27 +117,21 @@ def test_what_has_no_next_token_loss() -> None:
     assert Objective.of(lambda output, tokens: output).obstacle(FACTS, None) == ""
 
 
-def first_by_hand(batch: int, length: int, offset: int, padding: Any, restarts: Any) -> list[list[bool]]:
-    starts = [0] * batch if padding is None else padding
-    ids = [[False] * length] * batch if restarts is None else restarts
-    return [[t + offset == starts[b] or ids[b][t] for t in range(length)] for b in range(batch)]
-
-
-@pytest.mark.parametrize(("call", "offset", "padding", "restarts"), [
-    ({}, 0, None, None),
-    ({"attention_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])}, 0, [2, 1], None),
-    ({"position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])}, 0, None, [[0, 0, 1, 0], [0] * 4]),
-    ({"past_key_values": SimpleNamespace(get_seq_length=lambda: 3)}, 3, None, None),
-    ({"past_kv_cache_entry": SimpleNamespace(past_keys=torch.zeros(2, 5, 1, 1))}, 5, None, None),
+@pytest.mark.parametrize(("call", "first"), [
+    ({}, [[1, 0, 0, 0], [1, 0, 0, 0]]),
+    ({"attention_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])}, [[0, 0, 1, 0], [0, 1, 0, 0]]),
+    ({"position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])}, [[1, 0, 1, 0], [1, 0, 0, 0]]),
+    ({"past_key_values": SimpleNamespace(get_seq_length=lambda: 3)}, [[0] * 4] * 2),
+    ({"past_kv_cache_entry": SimpleNamespace(past_keys=torch.zeros(2, 5, 1, 1))}, [[0] * 4] * 2),
 ])  # fmt: skip
-def test_where_position_0_is(call: Any, offset: int, padding: Any, restarts: Any) -> None:
+def test_where_position_0_is(call: Any, first: list[list[int]]) -> None:
     """In every shape that a norm is given: [batch pos d], by heads in either order, and flat."""
     norm, inside = norm_of(), replace(norm_of(), reads="query", d=8)
     positions = Positions()
     assert not positions.first(norm, torch.zeros(2, 4, 16)).any()  # outside a pass
     assert positions.enter((torch.zeros(2, 4, 16),), call, is_block=False)
     assert positions.is_whole
-    truth = torch.tensor(first_by_hand(2, 4, offset, padding, restarts)).bool()
+    truth = torch.tensor(first).bool()
     assert torch.equal(positions.first(norm, torch.zeros(2, 4, 16))[..., 0], truth)
     assert torch.equal(positions.first(norm, torch.zeros(2, 4, 3, 16))[..., 0], truth[:, :, None].expand(2, 4, 3))
     assert torch.equal(positions.first(inside, torch.zeros(2, 3, 4, 8))[..., 0], truth[:, None].expand(2, 3, 4))
@@ -187,34 +174,16 @@ def test_constants_from_what_users_give() -> None:
     assert len({*sample[10:].diff().tolist()}) == 1
 
 
-def test_facts_are_of_the_tokenizer_the_config_and_the_loader() -> None:
-    model = bridge_of(hugging_face("llama", pad_token_id=0, bos_token_id=77, eos_token_id=[2, 49, 50]))
-    model.tokenizer = SimpleNamespace(eos_token_id=3, bos_token_id=None, pad_token_id=True)
-    vars(model)["special_token_ids"] = {"bos": [4]}
-    facts = facts_of(model)
-    assert facts.special["eos"][:3] == [3, 2, 49]
-    assert 50 not in facts.special["eos"]
-    assert facts.special["bos"] == [4]
-    assert 0 in facts.special["pad"]
-    assert (facts.vocabulary, facts.context, facts.missing_head, facts.bundled_prompts) == (50, 32, "", None)
-
-
 def test_numbers_and_lines() -> None:
     assert [whole_number(v, "n", 2) for v in (2, np.int64(3), torch.tensor(4))] == [2, 3, 4]
     for wrong in (1, 2.0, True, torch.tensor(True), np.bool_(True), "2", None):
         with pytest.raises(KeyError, match="n must"):
             whole_number(wrong, "n", 2, KeyError)
+    assert dtype_of([torch.zeros(1).long(), torch.zeros(1).half(), torch.zeros(1)]) == torch.float16
+    assert dtype_of([]) == torch.float32
     reference = torch.tensor([3.0, -4.0])
     assert relative_difference(reference + 1.0, reference) == 0.25
     assert relative_difference(torch.ones(2), torch.zeros(2)) == 1.0
     for bad in (torch.ones(3), torch.tensor([math.nan, 0.0])):
         assert relative_difference(bad, reference) == math.inf
     assert repr(norm_of().decompose(torch.ones(2, 16))).startswith("Terms(x=<2 x 16>")
-
-
-def test_prompts_reach_behind_a_short_window_and_fit_the_context() -> None:
-    for window, context, least, most in ((100, 300, 101, 200), (None, 20, 20, 20), (999, 2000, 9, 99)):
-        config = SimpleNamespace(vocab_size=50, max_position_embeddings=context, sliding_window=window)
-        tokens = ordinary_tokens(config, torch.device("cpu"))
-        assert least <= tokens.shape[1] <= most
-        assert torch.equal(tokens, ordinary_tokens(config, torch.device("cpu")))

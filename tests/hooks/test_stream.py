@@ -10,7 +10,6 @@ from architectures import make_bridge, make_hooked
 
 from ln_probe.hooks import find_norms
 from ln_probe.hooks.norm import Norm
-from ln_probe.hooks.norms import structure_of
 from ln_probe.hooks.stream import ActivationError, AttentionInput, stream
 
 TOKENS = torch.arange(1, 21)
@@ -39,20 +38,6 @@ def test_hooked_transformer_counts_once() -> None:
     calls: list[str] = []
     stream(model, TOKENS, find_norms(model), on_norm=lambda site, x, y: calls.append(site.name))
     assert calls == ["blocks.0.ln1", "blocks.0.ln2", "blocks.1.ln1", "blocks.1.ln2", "ln_final"]
-
-
-def test_inputs_that_are_split_by_head_are_seen_once() -> None:
-    """A HookedTransformer then gives its norms, or attention without norms, the stream once for each head."""
-    for options in ({}, {"normalization_type": None}):
-        model = make_hooked(**options)
-        structure, seen = structure_of(model), list[AttentionInput]()
-        for is_split in (False, True):
-            model.set_use_split_qkv_input(is_split)
-            stream(model, TOKENS, structure.attention_inputs, on_attention=seen.append)
-        for one, other in zip(seen[:2], seen[2:], strict=True):
-            for name in ("x", "y", "pattern"):
-                torch.testing.assert_close(getattr(one, name), getattr(other, name))
-        assert [each.layer for each in seen] == [0, 1, 0, 1]
 
 
 def test_only_wanted_layers_and_nothing_left_behind() -> None:
