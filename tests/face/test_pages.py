@@ -20,6 +20,7 @@ from architectures import make_bridge
 from made_up import HOSTILE, UNSEEN, Page, lab_page
 
 import ln_probe
+from ln_probe.analyses.text import percent
 from ln_probe.exhibits import Exhibits, to_bytes
 from ln_probe.hooks import without
 from ln_probe.models import BUNDLED
@@ -100,32 +101,46 @@ def test_every_form_of_a_report_has_a_page_and_a_cell(form: str, report: Report)
 
 def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     ends = {"delta_loss_low": 0.01, "delta_loss_high": 0.04, "estimate": 0.02}
-    one = effects(
-        report,
-        [
-            {"layer": 0, "head": 0, "delta_loss": 0.02, "p": 0.001, "n": 64, **ends},
-            {"layer": 0, "head": 1, "delta_loss": -0.004, "p": 0.5, "n": 64},
-            {"layer": 1, "head": 0, "delta_loss": math.nan, "estimate": 0.2},
-            {"layer": 1, "head": 1, "delta_loss": 0.0002},
-        ],
-    )
+    rows = [
+        {"layer": 0, "head": 0, "delta_loss": 0.02, "p": 0.001, "n": 64, **ends},
+        {"layer": 0, "head": 1, "delta_loss": -0.003, "p": 0.5, "n": 64},
+        {"layer": 0, "head": 2, "delta_loss": 0.05, "p": 0.0009, "n": 64},
+        {"layer": 1, "head": 0, "delta_loss": math.nan, "estimate": 0.2},
+        {"layer": 1, "head": 1, "delta_loss": 0.0002},
+    ]
+    one = cut(effects(report, rows), 3, 2, 3)  # attention of heads 0 and 1 of layer 0
     heads = attention.head_map(one)
-    assert [row[0].layer for row in heads.rows] == [1, 0], "layer 0 is at the bottom"
-    cells = {cell.name: cell for cell in heads.cells}
-    assert cells["L0H0"].classes == "more3 significant"
-    assert "95 % CI" in cells["L0H0"].what
-    assert cells["L0H1"].classes == "less2 pale"
-    assert cells["L1H0"].classes == "more5 pale estimate"
-    assert "first-order estimate" in cells["L1H0"].what
-    assert "not tested, 6 prompts" in cells["L1H1"].what
-    assert "p = 0.001" in cells["L0H0"].what
-    assert "p = 0.5" in cells["L0H1"].what
-    assert cells["L1H2"].classes == "unknown"
-    assert [cell.name for cell in heads.top] == ["L0H0"]
-    untested = attention.head_map(replace(one, tables={**one.tables, "head_effects": one.head_effects.assign(p=0.5)}))
-    assert [cell.name for cell in untested.top] == ["L1H0", "L0H0", "L0H1", "L1H1"]
-    legend = " ".join(text for _, text in heads.legend)
-    assert all(text in legend for text in ("hatched", "not tested", "grey"))
+    assert [[cell.name for cell in row] for row in heads.rows] == [[f"L{i}H{h}" for h in range(3)] for i in (1, 0)]
+    assert {cell.name: (cell.classes, cell.what, cell.shown) for cell in heads.cells} == {
+        "L0H0": ("more3 significant", "Layer 0, head 0: +0.020 nats/token (95 % CI +0.010 to +0.040); p = 0.001", True),
+        "L0H1": ("less2 pale", "Layer 0, head 1: -0.003 nats/token; p = 0.5", True),
+        "L0H2": ("more4 significant", "Layer 0, head 2: +0.05 nats/token; p < 0.001", False),
+        "L1H0": ("more5 pale estimate", "Layer 1, head 0: +0.2 nats/token; first-order estimate", False),
+        "L1H1": ("more0 pale", "Layer 1, head 1: +0.0002 nats/token; not tested, 6 prompts", False),
+        "L1H2": ("unknown", "Layer 1, head 2: not measured", False),
+    }
+    assert [cell.name for cell in heads.top] == ["L0H2", "L0H0"]
+    assert heads.first is not None
+    assert heads.first.name == "L0H0", "of the largest, one whose attention is shown"
+    scale = list(enumerate(attention.STEPS, start=1))
+    assert list(heads.legend) == [
+        *((f"less{i}", f"−{step:g}") for i, step in scale[::-1]), ("more0", "0"),
+        *((f"more{i}", f"+{step:g}") for i, step in scale), ("more4 significant", "outlined: significant"),
+        ("more4 pale", "pale: not tested, 6 prompts"),
+        ("more4 pale estimate", "hatched: first-order estimate, not tested"), ("unknown", "grey: not measured"),
+    ]  # fmt: skip
+    untested = replace(one, tables={**one.tables, "head_effects": one.head_effects.assign(p=0.5)})
+    heads = attention.head_map(untested)
+    assert [cell.name for cell in heads.top] == ["L1H0", "L0H2", "L0H0", "L0H1", "L1H1"]
+    assert dict(heads.legend)["more4 pale"] == "pale: not significant"
+    points = replace(untested, provenance={**one.provenance, "loss": {"unit": "points"}})
+    assert {cell.name: cell.step for cell in attention.head_map(points).cells} == {
+        "L0H0": 3, "L0H1": -1, "L0H2": 3, "L1H0": 5, "L1H1": 0, "L1H2": 0,
+    }, "the last colour begins at the largest change"  # fmt: skip
+    bare = attention.head_map(effects(replace(one, exhibits=Exhibits()), rows[-1:]))
+    assert (bare.first, [len(row) for row in bare.rows]) == (None, [2, 2])
+    assert attention.head_map(effects(one, [])).legend == (("unknown", "not measured"),)
+    assert attention.head_map(Report()).rows == ()
 
 
 def test_the_first_keys_are_those_that_nothing_selects_and_then_those_of_little_attention(report: Report) -> None:
@@ -141,27 +156,156 @@ def test_tables_of_a_page_hold_text_and_six_digits(report: Report) -> None:
     assert data["margin_upper"] == [float(f"{value:.6g}") for value in margins]
 
 
+def marks(axes: Any) -> list[tuple[str, float, float, float | None]]:
+    """Marker, place and opacity of every mark."""
+    points = [line for line in axes.lines if line.get_marker() != "None"]
+    return [(p.get_marker(), float(x), round(float(y), 6), p.get_alpha()) for p in points for x, y in p.get_xydata()]
+
+
+def legend_of(figure: figures.Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 def test_changes_are_drawn_with_their_intervals(report: Report, causal: pd.DataFrame) -> None:
-    causal["delta_loss_optimal"] = causal["delta_loss"] / 2
-    one = Report({**report.tables, "causal": causal}, report.provenance, (), report.exhibits)
-    (axes,) = figures.loss_changes(one).axes
+    causal = causal.assign(delta_loss_optimal=causal["delta_loss"] / 2)
+    books = [
+        {"prompt": i, "stratum": "ab"[i % 2], "sites": "all", "variant": "no_scaling", "loss": 4.0, "n": 1}
+        | {"delta_loss": float(i), "shift": 0.0} for i in range(4)
+    ]  # fmt: skip
+    given = {"causal": causal, "causal_prompts": report.declared["causal_prompts"].frame(books)}
+    figure = figures.loss_changes(Report(report.tables | given, report.provenance, (), report.exhibits))
+    (axes,) = figure.axes
     _, *intervals = [lines.get_segments() for lines in axes.collections]
     rows = causal[causal["family"] == "primary"].set_index(["sites", "variant"])
     ends = [rows.loc[place, ["delta_loss_low", "delta_loss_high"]].tolist() for place in PRIMARY]
     assert [segments[0][:, 0].tolist() for segments in intervals] == ends
-    bold = [text.get_weight() == "bold" for text in axes.texts if text.get_ha() == "right"]
-    assert bold == [True, True, False, False], "what is significant"
-    heights = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "o"][: 2 * len(PRIMARY)]
-    assert np.diff(heights)[::2] == pytest.approx([0.16] * len(PRIMARY)), "loss-optimal constants are below"
-    faces = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() == "o"][: 2 * len(PRIMARY)]
-    assert [face == "none" for face in faces] == [False, True] * len(PRIMARY), "and hollow"
+    expected, labels, values, tips = [], [], [], []
+    for place, (sites, variant) in enumerate(PRIMARY):
+        change, bold = rows.loc[(sites, variant), "delta_loss"], variant == "no_scaling"
+        opacity = 1.0 if bold else figures.PALENESS
+        expected += [("o", change, place, opacity), ("o", change / 2, place + 0.16, opacity)]
+        labels.append(f"{'Scaling frozen' if bold else 'Projection removed'}, {figures.SITES[sites]}")
+        values.append((f"{change:+.3f}", "bold" if bold else "normal"))
+        interval = f"{change:+.3f} nats/token (95 % CI {change - 0.02:+.3f} to {change + 0.03:+.3f})"
+        tips += [f"{labels[-1]}: {interval}"] * 2
+        tips.append(f"{labels[-1]}, loss-optimal constants: {change / 2:+.2g} nats/token")
+        if not place:
+            expected += [("|", 1.0, 0.3, None), ("|", 2.0, 0.3, None)]
+            tips += [f"{labels[-1]}, {book} alone: +{mean} nats/token" for book, mean in (("a", 1), ("b", 2))]
+    assert marks(axes) == expected
+    assert list(figure.tips.values()) == tips
+    sides = {
+        side: [(t.get_text(), t.get_weight()) for t in axes.texts if t.get_ha() == side] for side in ("left", "right")
+    }
+    assert sides == {"left": [(label, "normal") for label in labels], "right": values}
+    faces = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() == "o"]
+    assert [face == "none" for face in faces] == [False, True] * len(PRIMARY), "loss-optimal constants are hollow"
+    assert legend_of(figure) == ["mean constants", "loss-optimal constants", "one book", "pale: not significant"]
+    form = axes.xaxis.get_major_formatter()
+    assert (axes.get_xlabel(), form(0.0, 0), form(0.25, 0)) == ("change of the loss, nats/token", "0", "+0.25")
+    assert axes.get_ylim()[0] > len(PRIMARY) - 1 + 0.16
+    assert axes.get_ylim()[1] < -0.2
+    plain = figures.loss_changes(replace(report, tables=report.tables | {"causal": causal.assign(
+        delta_loss_optimal=math.nan, p=0.001, delta_loss_low=0.1, delta_loss_high=0.2)}))  # fmt: skip
+    assert legend_of(plain) == ["change, 95 % CI"]
+    nothing = figures.contrasts(
+        Report({"causal": causal.assign(delta_loss=0.0, delta_loss_low=0.0, delta_loss_high=0.0)})
+    )
+    untested = figures.contrasts(Report({"causal": causal.assign(p=math.nan)}))
+    assert [c.text for c in (nothing[0], untested[0])] == ["unchanged", "+0.300, not tested"]
+    assert not figures.contrasts(Report({"causal": causal.assign(delta_loss=math.nan)}))
 
 
 def test_each_panel_over_training_shows_the_changes_of_its_edit(report: Report) -> None:
-    figure = figures.loss_over_training({"run": [(0, report), (1000, report)]})
+    figure = figures.loss_over_training({"run": [(0, report), (1000, report), (100, Report())]})
     changes = report.causal[report.causal["sites"] == "all"].set_index("variant")["delta_loss"]
+    titles, tips = [], []
     for axes, variant in zip(figure.axes, ("no_scaling", "no_projection"), strict=True):
-        assert axes.lines[1].get_ydata() == pytest.approx([changes[variant]] * 2)
+        assert axes.lines[0].get_ydata() == [0, 0]
+        assert axes.lines[1].get_xydata().tolist() == [[0, changes[variant]], [1000, changes[variant]]]
+        assert [mark[1:3] for mark in marks(axes)] == [(step, round(changes[variant], 6)) for step in (0, 1000)]
+        assert axes.xaxis.get_transform().linthresh == 100
+        titles.append(axes.get_title("left"))
+        tips += [f"run, step {step}: {changes[variant]:+.2g}" for step in (0, 1000)]
+    assert titles == ["scaling frozen", "projection removed"]
+    assert list(figure.tips.values()) == tips
+    assert (figure.axes[1].get_xlabel(), figure.get_supylabel()) == ("training step", "change of the loss, nats/token")
+
+
+def test_norms_and_keys_are_drawn_over_the_depth(report: Report) -> None:
+    norms, figure = report.layernorms, figures.norms_over_depth(report)
+    tips = []
+    for axes, column in zip(figure.axes, ("projected_share", "sigma_mean"), strict=True):
+        assert axes.lines[0].get_xydata().tolist() == [[i, value] for i, value in enumerate(norms[column])]
+        assert [mark[1:3] for mark in marks(axes)] == [(i, round(value, 6)) for i, value in enumerate(norms[column])]
+        assert axes.get_yscale() == "log"
+        tips += [
+            f"{row.site}, read by {row.reads}: projects {percent(row.projected_share)} ({row.angle_to_ones_deg:.1f}° "
+            f"to all-ones); sigma {row.sigma_mean:.3g} ± {percent(row.sigma_cv)}, length {row.input_norm:.3g}"
+            for row in norms.itertuples()
+        ]
+    assert list(figure.tips.values()) == tips
+    assert [axes.yaxis.get_major_formatter()(0.5, 0) for axes in figure.axes] == ["50 %", "0.5"]
+    names = [site.removeprefix("blocks.") for site in norms["site"]]
+    assert [label.get_text() for label in figure.axes[1].get_xticklabels()] == names
+    many = replace(report, tables=report.tables | {"layernorms": pd.concat([norms] * 10, ignore_index=True)})
+    assert figures.norms_over_depth(many).axes[1].get_xticks().tolist() == list(range(0, 50, 3))  # at most 24
+    inside = replace(
+        report, tables=report.tables | {"layernorms": norms.assign(reads=["query", "key", *norms["reads"][2:]])}
+    )
+    assert len(marks(figures.norms_over_depth(inside).axes[0])) == 3, "norms inside attention are not of the stream"
+
+    figure, tips = figures.keys_over_depth(report), []
+    baselines = {
+        "unselectable": (report.provenance["selectability"]["random_unselectable"], "random directions"),
+        "attainable_median": (1 / report.provenance["selectability"]["keys_per_prompt"], "uniform attention"),
+    }
+    for axes, (column, (baseline, name)) in zip(figure.axes, baselines.items(), strict=True):
+        places, lines = [], []
+        for shift, variant, label in ((-0.1, "intact", "intact"), (0.1, "no_scaling", "scaling frozen")):
+            for layer, of_heads in report.heads[report.heads["variant"] == variant].groupby("layer")[column]:
+                low, middle, high = of_heads.min(), of_heads.median(), of_heads.max()
+                places.append((layer + shift, round(middle, 6)))
+                lines.append([[layer + shift, low], [layer + shift, high]])
+                ends = f"median head {percent(middle)}, heads {percent(low)} to {percent(high)}"
+                tips.append(f"layer {layer}, {label}: {ends}")
+        tips.append(f"{name}: {percent(baseline)}")
+        assert [mark[1:3] for mark in marks(axes)] == places
+        assert [collection.get_segments()[0].tolist() for collection in axes.collections] == lines
+        assert axes.lines[-1].get_ydata() == [baseline, baseline]
+        assert axes.get_ylim()[0] == 0 < axes.get_ylim()[1]
+        assert report.heads[column].max() < axes.get_ylim()[1]
+        assert axes.yaxis.get_major_formatter()(0.25, 0) == "25 %"
+    assert list(figure.tips.values()) == tips
+    assert sorted(legend_of(figure)) == sorted(["intact", "scaling frozen", "random directions", "uniform attention"])
+    assert figure.axes[1].get_xticks().tolist() == [0, 1]
+    assert figure.axes[1].get_xlim() == (-0.5, 1.5)
+    verdicts = report.heads.assign(attainable_median=math.nan)
+    assert len(figures.keys_over_depth(replace(report, tables=report.tables | {"heads": verdicts})).axes) == 1
+
+
+def test_a_figure_becomes_svg_of_the_pages_colours() -> None:
+    figure = figures.Figure((3, 1))
+    axes = figure.subplots()
+    (line,) = axes.plot([0, 1], [0, 1], color=figures.BLUE)
+    figure.point_out(line, "a < b")
+    text = figures.svg(figure, "one", "A & B")
+    assert text == figures.svg(figure, "one", "A & B")
+    assert '<g class="tip"><title>a &lt; b</title>' in text
+    assert '<title id="one-title">A &amp; B</title>' in text
+    assert f"var(--c-blue, {figures.BLUE})" in text
+    assert "currentColor" in text
+    assert f"--legible:{3 * 72 * 11 / 9:.0f}px" in text  # its smallest text, 9 units, is 11 pixels high
+    assert not re.search(r' (?:d|x|y)="[^"]*\.\d{3}', text)
+    assert set(re.findall(r'(?:url\(|href=")#(\w+)-', text)) == {"one"}
+    png, size = figure._repr_png_()
+    width, height = (int.from_bytes(png[i : i + 4]) for i in (16, 20))
+    assert (width, height) == (2 * size["width"], 2 * size["height"])
+    assert width / height == 3
+    long = "a$" + "x" * 40 + "yz"
+    assert figures.axis_text("a$b") == r"a\$b"
+    assert len(figures.axis_text(long)) <= figures.LABEL + 1
+    assert (figures.axis_text(long)[:3], figures.axis_text(long)[-3:]) == (r"a\$", "xyz")
 
 
 def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
@@ -269,13 +413,24 @@ def test_an_index_of_checkpoints_is_drawn_over_training(report: Report) -> None:
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_the_forest_plot_shows_the_numbers_of_its_first_models(
-    most: int, report: Report, monkeypatch: pytest.MonkeyPatch
+    most: int, report: Report, causal: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "ROWS", most)
-    figure = figures.forest(["a", "b"], [report, report])
-    (row,) = report.causal.query("sites == 'all' and variant == 'no_scaling'").to_dict("records")
-    drawn = [line.get_xdata()[0] for line in figure.axes[0].lines]
-    assert drawn.count(row["delta_loss"]) == most
+    points = replace(report, provenance={**report.provenance, "loss": {"unit": "points"}}, tables={"causal": causal})
+    figure = figures.forest(["a", "b"], [points, Report()])
+    (axes,) = figure.axes
+    pale = figures.PALENESS
+    assert marks(axes) == [("o", 0.3, 0.0, 1.0), ("o", -0.01, 0.2, pale)]
+    ends = [
+        "scaling frozen: +0.300 (95 % CI +0.280 to +0.330)",
+        "projection removed: -0.010 (95 % CI -0.030 to +0.020)",
+    ]
+    assert list(figure.tips.values()) == [f"a, {text}" for text in ends for _ in (0, 1)]
+    texts = [("a", "normal"), ("+0.300", "bold"), ("b", "normal"), ("not measured", "normal")][: 2 * most]
+    assert [(text.get_text(), text.get_weight()) for text in axes.texts] == texts
+    assert legend_of(figure) == ["scaling frozen", "projection removed", "pale: not significant"]
+    units = "points" if most == 1 else "nats/token or points"
+    assert axes.get_xlabel() == f"change of the loss, {units}"
 
 
 def test_hostile_names_in_pages_without_scripts(report: Report, tmp_path: Path) -> None:
