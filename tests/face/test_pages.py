@@ -25,8 +25,9 @@ from ln_probe.exhibits import Exhibits, to_bytes
 from ln_probe.hooks import without
 from ln_probe.models import BUNDLED
 from ln_probe.page import attention, figures, own_script
-from ln_probe.page.index import IndexEntry, index_page, write_index
-from ln_probe.page.page import notebook_cell, report_page
+from ln_probe.page import tables as page_tables
+from ln_probe.page.index import MAPS, IndexEntry, index_page, short_names, write_index
+from ln_probe.page.page import notebook_cell, report_page, title_of
 from ln_probe.page.tables import in_order, table
 from ln_probe.report import Report
 
@@ -149,11 +150,61 @@ def test_the_first_keys_are_those_that_nothing_selects_and_then_those_of_little_
     assert in_order(report.keys)["attainable"][:8].tolist() == ranked["attainable"][:8].tolist()
 
 
-def test_tables_of_a_page_hold_text_and_six_digits(report: Report) -> None:
-    data = unpacked(table(report.declared["keys"], report.keys).data)["data"]
-    assert data["verdict"] == report.keys["verdict"].tolist()
-    margins = report.keys["margin_upper"]
-    assert data["margin_upper"] == [float(f"{value:.6g}") for value in margins]
+def test_tables_of_a_page_hold_text_and_six_digits(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_tables, "DATA_ROWS", 100)
+    shown = table(report.declared["keys"], report.keys.assign(attainable=math.nan), loss="points")
+    assert (shown.rows, shown.sent, shown.columns) == (len(report.keys), 100, len(report.keys.columns) - 1)
+    content = unpacked(shown.data)
+    assert content["rows"] == 100
+    assert content["data"]["verdict"] == report.keys["verdict"][:100].tolist()
+    assert content["data"]["margin_upper"] == [float(f"{value:.6g}") for value in report.keys["margin_upper"][:100]]
+    assert set(content["text"]) == {"variant", "token", "verdict"}
+    frame = report.declared["causal"].frame([{"sites": "all", "loss": 4.0}, {"sites": "mlp", "p": math.inf, "n": 3}])
+    shown = table(report.declared["causal"], frame.astype({"variant": object}), loss="points", links=["a", "b"])
+    units = report.declared["causal"].columns
+    meanings = [f"{units['loss'][1]} (points)", f"{units['p'][1]} (p)", units["n"][1]]
+    assert shown.meanings == list(zip(("sites", "loss", "p", "n"), (units["sites"][1], *meanings), strict=True))
+    content = unpacked(shown.data)
+    assert content["links"] == ["a", "b"]
+    assert content["data"] == {"sites": ["all", "mlp"], "loss": [4, None], "p": [None, None], "n": [None, 3]}
+
+
+def test_what_a_page_says_of_its_report(report: Report) -> None:
+    html = report_page(report, "../a b.html")
+    facts = re.search(r"</h1>\s*<p class=\"soft\">([^<]*)</p>", html)[1].split(" · ")  # type: ignore[index]
+    row = report.causal.iloc[0]
+    loss = f"intact loss {row['loss'] - row['delta_loss']:.3g} nats/token"
+    assert facts == ["2 layers of 4 heads", "norms: 5 layernorm", "1 prompt (tokens), 24 tokens", loss]
+    assert 'href="../a%20b.html"' in html
+    assert 'href="#table-sink_heads">Attention sinks' in html
+    rows = dict(re.findall(r'<th scope="row">([^<]*)</th><td class="wide">([^<]*)</td>', html))
+    assert rows["arguments · probes"] == ", ".join(report.provenance["arguments"]["probes"])
+    assert rows["shape · heads"] == "4"
+    assert rows["constants · ln_final · rest"] == f"{report.provenance['constants']['ln_final']['rest']:.6g}"
+    few, rest = limits(report)
+    assert "of 1 prompt; keys are of the first 1 of them" in few
+    assert rest == "The attention of prompts other than prompt 0."
+    assert limits(cut(report, 3, 2, 5))[1] == "The attention of prompts other than prompt 0, and tokens after 3."
+    other = replace(report, tables={**report.tables, "sink_heads": report.sink_heads[:0]}, exhibits=Exhibits())
+    other = replace(other, provenance={"model": {"name": "/runs/last/"}, "prompts": {"count": 2, "tokens": 1234}})
+    html = report_page(other)
+    assert "<h1>last " in html
+    assert f'<p class="soft">/runs/last/ · 2 prompts, 1,234 tokens · {loss}</p>' in html
+    assert "table-sink_heads" not in html
+    assert len(limits(other)) == 1
+    assert "keys are" not in limits(other)[0]
+    assert [title_of(name) for name in ("owner/model", "./runs/a", "~/b\\c", "/..", "C:\\d\\")] == [
+        "owner/model", "a", "c", "/..", "d",
+    ]  # fmt: skip
+    assert attention.linked("L0H1 and L7H0 have 5 % (p = 0.3).", report) == (
+        '<a href="#L0H1">L0H1</a> and L7H0 have 5&nbsp;% (p&nbsp;=&nbsp;0.3).'
+    )
+
+
+def limits(report: Report) -> list[str]:
+    """What the page says of this report that it does not show."""
+    section = report_page(report).partition('id="limits"')[2].partition("<li>Whether one head")[0]
+    return re.findall(r"<li>([^<]*)</li>", section)
 
 
 def marks(axes: Any) -> list[tuple[str, float, float, float | None]]:
@@ -317,14 +368,30 @@ def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     assert np.array_equal(intact, shown.intact[..., rows, columns])
     frozen = intact + content["change"].reshape(shape)  # in 8 bits
     assert np.array_equal(frozen, shown.frozen[..., rows, columns])
-    assert len(content["tokens"]) == len(shown.tokens)
+    same = {"tokens": list(shown.tokens), "layers": [0, 1], "heads": [0, 1, 2, 3], "causal": True}
+    assert {name: content[name] for name in same} == same
+    both_ways = replace(report, exhibits=Exhibits(replace(shown, causal=False)))
+    content = unpacked(attention.attention_data(both_ways)["data"])
+    assert np.array_equal(content["intact"].reshape(shown.intact.shape), shown.intact)
+    sizes = [attention.attention_data(one) for one in (report, cut(report, 128, 2, 512))]
+    said = [("Prompt 0, all 24 tokens", ""), ("Prompt 0, the first 128 of 512 tokens", "large")]
+    assert [(data["attention"], data["size"]) for data in sizes] == said
 
 
 def test_the_text_is_coloured_by_the_change_of_each_tokens_loss(report: Report) -> None:
-    content = unpacked(attention.token_data(report)["colored"])
-    losses = report.tokens(n=None).query("prompt == 0")
-    assert content["values"] == pytest.approx(losses["no_scaling"].tolist(), abs=1e-4)
-    assert len(content["tokens"]) == len(losses)
+    data, losses = attention.token_data(report), report.tokens(n=None).query("prompt == 0")
+    content, full = unpacked(data["colored"]), losses["no_scaling"].abs().quantile(0.98)
+    assert content["values"] == losses["no_scaling"].round(4).tolist()
+    assert (content["tokens"], content["full"]) == (losses["token"].tolist(), pytest.approx(full))
+    assert data["colored_about"] == f"prompt 0, after its first token; colours are full at ±{full:.2g} nats"
+    long = pd.concat([losses.assign(prompt=3, no_scaling=0.0)] * 9 + [losses.assign(prompt=4)])
+    data = attention.token_data(replace(report, exhibits=Exhibits(token_losses=long)))
+    assert data["colored_about"].startswith("the first 128 tokens of prompt 3, ")
+    assert unpacked(data["colored"])["full"] == 1
+    assert len(unpacked(data["colored"])["values"]) == 128
+    for nothing in (None, losses.assign(no_scaling=math.nan)):
+        one = replace(report, exhibits=Exhibits(token_losses=nothing))
+        assert attention.token_data(one) == {"colored": None}
 
 
 def test_contrasts_are_those_of_the_table(report: Report) -> None:
@@ -362,14 +429,23 @@ def test_attention_of_a_layer_intact_beside_an_edit() -> None:
     document = picture.document()
     content = unpacked(re.search(r'id="data">([^<]*)<', document)[1])  # type: ignore[index]
     assert content["count"] == 200
-    panel = content["panels"][0]
-    assert np.array_equal(panel["weights"], to_bytes(picture.patterns["intact"]).ravel())
-    stuck = (
-        picture.verdicts.assign(stuck=picture.verdicts["intact"] == "unselectable").groupby("position")["stuck"].sum()
-    )
-    for position, label in enumerate(panel["tokens"]):  # circuitsvis writes a token's index, which is its position
-        assert ("⊘" in label) == (stuck[position] > 0)
-    assert "⊘ by head: H3 " in document
+    titles = []
+    for panel, (label, pattern) in zip(content["panels"], picture.patterns.items(), strict=True):
+        assert panel["names"] == ["H3", "H15"]
+        assert np.array_equal(panel["weights"], to_bytes(pattern).ravel())
+        stuck = picture.verdicts[label].isin(["unselectable", "duplicate"]).to_numpy().reshape(2, 200)
+        titles.append(f"{label.capitalize()}. ⊘ by head: H3 {stuck[0].sum()}, H15 {stuck[1].sum()}")
+        # circuitsvis writes a token's index, which is its position
+        endings = [("", "⊘1", "⊘")[n] for n in stuck.sum(0)]
+        expected = [attention.axis_label(t) + end for t, end in zip(picture.tokens, endings, strict=True)]
+        assert panel["tokens"] == expected
+    assert re.findall(r"<figcaption>([^<]*)<", document) == titles
+    weights = np.stack(list(picture.patterns.values()))
+    assert content["full"] == pytest.approx(np.quantile(weights[weights > 0], 0.995))
+    assert (content["least"], content["causal"]) == (pytest.approx(content["full"] / 20), True)
+    few = ln_probe.attention(model, [tokens[0][:9]], layer=-1, heads=2, edit=None)
+    content = unpacked(re.search(r'id="data">([^<]*)<', few.document())[1])  # type: ignore[index]
+    assert (few.layer, few.heads, content["least"]) == (3, (2,), 0)
     assert repr(picture) == "LayerAttention(layer 1, heads 3, 15, 200 tokens; intact, scaling frozen)"
     assert list(ln_probe.attention(model, tokens, 0, 2, edit=None).patterns) == ["intact"]
     assert ln_probe.attention(make_bridge("gemma2"), [tokens[0][:9]], 0, 2, edit=None).verdicts.empty, (
@@ -392,7 +468,14 @@ def test_a_folder_of_reports_has_an_index(report: Report, tmp_path: Path) -> Non
         named(report, name).save(tmp_path / name)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "report.json").write_text('{"format": 4}')
+    for step in (100, 20):
+        named(report, "a", step).save(tmp_path / f"a{step}")
     html = write_index(tmp_path, {"bad": "ValueError: broken"}).read_text()
+    assert re.findall(r'<dt><a href="([^"]*)">([^<]*)</a>', html) == [
+        (f"{path}/report.html", name)
+        for path, name in (("a", "a"), ("a20", "a step 20"), ("a100", "a step 100"), ("org/b", "org/b"))
+    ]
+    assert html.count('class="heads"') == 4
     assert 'href="org/b/report.html"' in html
     assert 'id="table-comparison"' in html
     assert "bad failed: ValueError: broken" in Page(html).text
@@ -409,6 +492,12 @@ def test_an_index_of_checkpoints_is_drawn_over_training(report: Report) -> None:
     runs = [IndexEntry(f"m step {s}", f"{s}/report.html", named(report, "m", s)) for s in (0, 10)]
     assert 'id="training"' in index_page(runs)
     assert 'id="training"' not in index_page(runs[:1])
+    many = [IndexEntry(f"m{n}", f"{n}/report.html", named(report, f"m{n}")) for n in range(8)]
+    html = index_page(many)
+    assert html.count('class="heads"') == MAPS < len(many)
+    assert short_names(["/x/run step 5", "/x/run step 10", "gpt2"]) == ["run step 5", "run step 10", "gpt2"]
+    assert short_names(["/x/a/run", "/x/b/run", "o/m"]) == ["a/run", "b/run", "o/m"]
+    assert short_names(["/x/run", "run"]) == ["/x/run", "run"]
 
 
 @pytest.mark.parametrize("most", [1, 2])
