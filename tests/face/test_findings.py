@@ -8,7 +8,7 @@ import pytest
 from architectures import make_bridge
 
 import ln_probe
-from ln_probe.guard import indices
+from ln_probe.guard import indices, seed_of
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +50,11 @@ def test_what_is_no_list_of_layers(given: Any, shown: str) -> None:
         indices(given, "layer", 2)
     assert str(error.value).endswith(f"got {shown}")
     assert indices(range(2), "layer", 2) == [0, 1]
+    assert indices([-1, 0, -3], "layer", 3) == [2, 0, 0], "negative layers count from the end"
+    for numbers, what in (([3], "layer"), ([-4], "layer"), ([-1], "head"), ([], "head")):
+        with pytest.raises(ValueError, match=what):
+            indices(numbers, what, 3)
+    assert seed_of(10**18) == 10**18
+    for seed in (-1, 10**18 + 1):
+        with pytest.raises(ValueError, match="seed"):
+            seed_of(seed)

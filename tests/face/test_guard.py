@@ -119,8 +119,10 @@ def test_a_model_in_a_context_is_refused(model: Any, around: Callable[[Any], Any
 
 def test_a_compiled_model_is_refused(model: Any) -> None:
     model.blocks[0].compile()
-    with pytest.raises(ModelStateError, match="compiled"):
+    with pytest.raises(ModelStateError, match=r"^blocks\.0 is compiled"):
         analyzed(model)
+    with pytest.raises(ModelStateError, match=r"^OptimizedModule is compiled"):
+        guard.check_state(torch.compile(torch.nn.Linear(2, 2)))
 
 
 NOTHING = Table("nothing", "Nothing", "A row per norm.", ("site",), {"site": ("text", "the norm")})

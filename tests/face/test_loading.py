@@ -253,8 +253,50 @@ def test_no_text_has_a_token_that_the_model_does_not_know(
 def test_a_damaged_gguf_file(content: bytes, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     (tmp_path / "model.gguf").write_bytes(content)
-    with pytest.raises(ValueError, match="unpacked"):
+    with pytest.raises(ValueError, match="unpacked") as raised:
         load_model(tmp_path / "model.gguf")
+    assert str(raised.value).count(str(tmp_path)) == 1
+    assert "Error" not in str(raised.value)
+
+
+def test_a_gguf_file_is_the_model_that_was_packed(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    original = hugging_face("llama", num_key_value_heads=4).eval()
+    shape, names = original.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, original.config.num_hidden_layers)
+
+    def pack(file: Path, *, left_out: str = "") -> None:
+        writer = gguf.GGUFWriter(file, "llama")
+        writer.add_context_length(shape.max_position_embeddings)
+        writer.add_embedding_length(shape.hidden_size)
+        writer.add_block_count(shape.num_hidden_layers)
+        writer.add_feed_forward_length(shape.intermediate_size)
+        writer.add_head_count(shape.num_attention_heads)
+        writer.add_head_count_kv(shape.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
+        writer.add_rope_freq_base(shape.rope_parameters["rope_theta"])
+        writer.add_vocab_size(shape.vocab_size)
+        for name, tensor in original.state_dict().items():
+            if "q_proj" in name or "k_proj" in name:  # GGUF's rotary pairs are neighbours
+                tensor = tensor.unflatten(0, (shape.num_attention_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+            if name != left_out:
+                writer.add_tensor(names.get_name(name, (".weight",)), tensor.float().contiguous().numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    pack(tmp_path / "model.gguf")
+    model: Any = load_model(tmp_path / "model.gguf", device="cpu", dtype="float64", world="bridge")
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), original.double()(TOKENS).logits, rtol=1e-4, atol=1e-5)
+    source = source_of(model)
+    assert (source.kind, source.architecture, source.dtype) == ("gguf", "LlamaForCausalLM", "float64")
+    assert source.weights_sha256 == hashlib.sha256((tmp_path / "model.gguf").read_bytes()).hexdigest()
+    assert ["GGUF" in note or "no tokenizer" in note for note in source.notes] == [True, True]
+    assert model.tokenizer is None
+    pack(tmp_path / "part.gguf", left_out="model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ValueError, match="up_proj"):
+        load_model(tmp_path / "part.gguf", device="cpu")
 
 
 @pytest.mark.parametrize(("name", "options", "error", "word"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,38 @@ def test_what_cannot_be_used_is_an_error(given: Any, error: type[Exception], wor
         make_prompts(reader, given)
 
 
+@pytest.mark.parametrize(("ids", "mask", "word"), [
+    ([[PAD, 5, 6], [7, 8, 9]], [[0, 1, 1], [1, 1, 1]], ""),
+    ([[5, 6, PAD], [7, 8, 9]], [[True, True, False], [True, True, True]], ""),
+    ([[5, 6], [7, 8, 9]], [[1, 1], [1, 1, 1]], ""),
+    ([[5, 6], [7, 8]], [[1, 1], [0, 0]], "prompt 1: .* all"),
+    ([[5, 6, 7], [7, 8, 9]], [[1, 1, 1], [1, 0, 1]], "prompt 1: .* between"),
+    ([[5, 6]], [[1, 1, 1]], "lengths"),
+])  # fmt: skip
+def test_what_a_mask_hides_is_left_out(ids: list[list[int]], mask: list[list[Any]], word: str, model: Any) -> None:
+    given = {"input_ids": ids, "attention_mask": mask}
+    if word:
+        with pytest.raises(ValueError, match=word):
+            make_prompts(model, given)
+        return
+    prompts, hidden = make_prompts(model, given), PAD in sum(ids, [])
+    assert [row.tolist() for row in prompts.tokens] == [[i for i in row if i != PAD] for row in ids]
+    assert ["1 of 2 prompts" in note for note in prompts.notes] == [True] * hidden
+    assert tokens(model, {"input_ids": ids[1], "attention_mask": mask[1]}) == [[7, 8, 9]]
+
+
+@pytest.mark.parametrize("given", [
+    {"input_ids": [[5, 6, 7]], "position_ids": torch.tensor([[0, 1, 0]])},
+    {"input_ids": [[5, 6, 7]], "position_ids": torch.tensor([[0, 1, 1]])},
+    {"input_ids": [[5, 6, 7]], "seq_lengths": [[2, 1]]},
+])  # fmt: skip
+def test_several_texts_in_a_row_are_refused(given: dict[str, Any], model: Any) -> None:
+    with pytest.raises(ValueError, match="several texts"):
+        make_prompts(model, given)
+    alone = {"input_ids": [[5, 6, 7]], "position_ids": torch.tensor([[0, 1, 2]]), "seq_lengths": [[3]]}
+    assert tokens(model, alone) == ONE
+
+
 @pytest.mark.parametrize(("options", "word"), [
     ({"max_tokens": "x"}, "max_tokens"),
     ({"max_prompts": 0}, "max_prompts"),
@@ -260,7 +293,14 @@ def test_tokens_have_the_names_of_a_file(name: str, content: str, model: Any, tm
     assert names == read_token_names(["the", "cat", "<EOS>"]) == {0: "the", 1: "cat", 2: "<EOS>"}
     prompts = make_prompts(model, [[0, 1, 7]], token_names=names)
     assert prompts.strings == (("the", "cat", "7"),)
-    assert any("3 of the model's 50" in note for note in prompts.notes)
+    assert any("names 3 of the model's 50" in note for note in prompts.notes)
+    row, size = (
+        np.array([3, 0, 1, 7], np.int64),
+        {"count": 1, "tokens": 3, "longest": 3},
+    )  # a row's length, then its ids
+    digest = hashlib.sha256(row.tobytes()).hexdigest()
+    assert prompts.summary == size | {"source": "tokens", "sha256": digest, "begin": ["the cat 7"]}
+    assert make_prompts(model, [[49]], token_names=dict.fromkeys(range(50), "a")).notes == ()
     report = ln_probe.analyze(model, ROWS, probes=["decomposition"], tokenizer=tmp_path / name, progress=False)
     assert report.provenance["arguments"]["tokenizer"] == str(tmp_path / name)
 
