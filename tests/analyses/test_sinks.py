@@ -98,7 +98,38 @@ def test_position_0_and_the_longest_other_token_are_always_there() -> None:
     assert single.sinks["kind"].tolist() == ["first"]
     assert single.sink_heads.empty
     short = sinks_of(model_of(), torch.tensor([[1, 2, 3], [4, 5, 6]]))
-    assert any("2 prompts of fewer than 8 tokens" in note for note in short.notes)
+    assert any(note.startswith("sinks: 2 prompts of fewer than 8 tokens") for note in short.notes)
+
+
+def test_rows_of_tokens_by_definition() -> None:
+    """Over the queries that see a position and another one, of all heads; lengths over all norms of the stream."""
+    model, prompts = model_of(3, positions="learned"), torch.stack([TOKENS, TOKENS.roll(5)])
+    sinks = sinks_of(model, prompts).sinks
+    _, cache = model.run_with_cache(prompts)
+    points = [f"blocks.{layer}.hook_resid_{at}" for layer in (0, 1) for at in ("pre", "mid")]
+    names = [s.name for s in find_norms(model)]
+    patterns = torch.cat([cache[f"blocks.{layer}.attn.hook_pattern"] for layer in (0, 1)], dim=1).double()
+    for row in sinks.itertuples():
+        inputs = torch.stack([cache[point][row.prompt].double() for point in (*points, "blocks.1.hook_resid_post")])
+        vectors = inputs - inputs.mean(-1, keepdim=True)
+        ratios = vectors.norm(dim=-1) / vectors.norm(dim=-1).median(dim=1, keepdim=True).values
+        first = max(1, row.position)
+        queries = torch.arange(first, LENGTH)
+        assert (row.n, row.token) == (LENGTH - first, str(int(prompts[row.prompt, row.position])))
+        assert row.received == pytest.approx(float(patterns[row.prompt, :, first:, row.position].mean()), rel=1e-5)
+        assert row.uniform == pytest.approx(float((1 / (queries + 1)).mean()))
+        assert row.length_ratio == pytest.approx(float(ratios[:, row.position].max()), rel=1e-5)
+        assert row.site == names[int(ratios[:, row.position].argmax())]
+        largest = vectors[ratios[:, row.position].argmax(), row.position].square()
+        shares, order = (largest / largest.sum()).sort(descending=True)
+        count = min(4, 1 + int((shares.cumsum(0) < 0.5).sum()))
+        shown = [f"{int(i)} ({100 * float(share):.0f} %)" for share, i in zip(shares[:4], order[:4], strict=True)]
+        assert ", ".join(shown).startswith(row.dimensions)
+        assert len(row.dimensions.split(", ")) >= count
+        if "longest" in row.kind:
+            assert row.length_ratio == pytest.approx(float(ratios[:, 1:].max()), rel=1e-5)
+    assert sinks["prompt"].is_monotonic_increasing
+    assert sinks.groupby("prompt")["position"].is_monotonic_increasing.all()
 
 
 def test_equal_attention_in_a_window_is_what_uniform_attention_gives() -> None:

@@ -12,6 +12,7 @@ import pytest
 from ln_probe.analyses.probes import tables, wording
 from ln_probe.analyses.probes.wording import NATS, QUESTIONS, findings, in_layers, loss_change
 from ln_probe.analyses.text import with_interval
+from ln_probe.hooks.norm import SCALING_FROZEN
 from ln_probe.hooks.norms import layers_in_words
 
 EDIT = "Freezing scaling at every norm"
@@ -156,6 +157,33 @@ def test_heads_in_words(change: float, p: float, unit: str, text: str) -> None:
     effects = [{"layer": 0, "head": 0, "variant": "no_scaling", "delta_loss": change, "p": p, "n": 6}]
     found = findings(report_tables(head_effects=effects), {"loss": {"unit": unit}})
     assert text in next(finding.text for finding in found if finding.question == "heads")
+
+
+@pytest.mark.parametrize(
+    ("strata", "count"), [("ba", "two"), ("cab", "three"), ("dbca", "4"), ("a", ""), ("abcdefg", "")]
+)
+def test_means_of_a_few_books(strata: str, count: str) -> None:
+    """In the order of the prompts, over their tokens."""
+    prompts = [
+        {"prompt": i, "stratum": book, "sites": "all", "variant": "no_scaling", "delta_loss": 0.1 * i, "n": 1 + i % 5}
+        for i, book in enumerate(2 * strata)
+    ]  # fmt: skip
+    elsewhere = [row | {"sites": "mlp"} for row in prompts] + [row | {"variant": "no_projection"} for row in prompts]
+    table = report_tables(causal_prompts=prompts + elsewhere)["causal_prompts"]
+    means = wording.strata_means(table, "all", SCALING_FROZEN)
+    size = len(strata)
+    expected = {
+        book: (0.1 * i * (1 + i % 5) + 0.1 * (i + size) * (1 + (i + size) % 5)) / (2 + i % 5 + (i + size) % 5)
+        for i, book in enumerate(strata)
+    } if count else {}  # fmt: skip
+    assert list(means.items()) == [(book, pytest.approx(mean)) for book, mean in expected.items()]
+    listed = ", ".join(f"{book} {mean:+.3f}" for book, mean in expected.items())
+    assert wording.strata_sentence(means).startswith(
+        f"The CI is over windows of these {count} books ({listed})" * bool(count)
+    )
+    assert bool(wording.strata_sentence(means)) == bool(count)
+    alone = table[table["prompt"] < size]
+    assert wording.strata_means(alone, "all", SCALING_FROZEN) == {}, "prompts that are strata of their own"
 
 
 def test_layers_in_words() -> None:

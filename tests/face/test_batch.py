@@ -262,7 +262,7 @@ def test_defaults_are_those_of_the_calls() -> None:
         (commands["lab"].commands["run"], {"jobs": run["jobs"], "device": run["device"], "quick": False}),
     ):
         for parameter in command.params:
-            if parameter.name in defaults:
+            if parameter.name in defaults.keys() - {"model"}:
                 assert parameter.default == defaults[parameter.name], parameter.name
 
 

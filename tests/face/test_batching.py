@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from same_findings import assert_same_findings
 
 import ln_probe
 from ln_probe import passes
+from ln_probe.analyses.probes import base
+from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults
+from ln_probe.analyses.probes.edited_passes import TOKENS_AT_ONCE, rows_at_once
 from ln_probe.hooks.model import attentions
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream, streaming
@@ -49,6 +53,46 @@ def test_together_is_alone(arch: str, passed: list[list[int]]) -> None:
     together = ln_probe.analyze(model, prompts(), probes=PROBES, progress=False, batch_size=2)
     assert passed == [[12], [10, 10], [2], [12, 12], [12]] * 2
     assert_same_findings(alone.tables, together.tables, 1e-6)
+
+
+def test_prompts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU several only where no probe sees attention."""
+    rows = [torch.zeros(n) for n in (4, 4, 4, 2, 2, 4)]
+    seeing, blind = (type("P", (Probe,), {"needs": Needs(attention=sees)})() for sees in (True, False))
+    for size, probes, expected in (
+        (None, [blind], {4: TOKENS_AT_ONCE // 4, 2: TOKENS_AT_ONCE // 2}), (None, [blind, seeing], {4: 1, 2: 1}),
+        (None, [], {4: TOKENS_AT_ONCE // 4, 2: TOKENS_AT_ONCE // 2}), (3, [seeing], {4: 3, 2: 3}),
+    ):  # fmt: skip
+        assert passes.batch_sizes(torch.device("cpu"), None, rows, size, probes) == expected
+    assert rows_at_once(torch.device("cpu"), None, 10**6) == 1
+
+    def numbers(size: int, *watchers: Any) -> list[list[int]]:
+        return [list(each) for each, _ in passes.batches("pass", rows, dict.fromkeys((2, 4), size), *watchers)]
+
+    assert numbers(9) == [[0, 1, 2], [3, 4], [5]]
+    assert numbers(2) == [[0, 1], [2], [3, 4], [5]]
+    assert numbers(9, lambda n: n < 2) == [[0, 1], [2], [3, 4], [5]]
+
+
+def test_the_time_left_is_that_of_the_pass_and_of_each_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass itself takes 3 s a prompt, the probe 1 s a norm and 2 s a prompt; half of the time is a processor's."""
+    now, left = [0.0], list[float]()
+    clock = SimpleNamespace(thread_time=lambda: now[0], process_time=lambda: now[0], monotonic=lambda: 2 * now[0])
+
+    def takes(seconds: float) -> Any:
+        return lambda *_: now.__setitem__(0, now[0] + seconds)
+
+    observer = type("O", (Observer,), {"norm": takes(1.0), "prompt": takes(2.0), "finish": lambda _: ProbeResults()})
+    attributes = {"name": "slow", "summary": "", "tables": (), "needs": Needs(norms=True, output=True)}
+    probe = type("P", (Probe,), attributes | {"start": lambda *_: observer()})()
+    model, run = make_bridge("gpt2"), passes.run_model
+    monkeypatch.setattr(passes, "time", clock)
+    monkeypatch.setattr(base, "time", clock)
+    monkeypatch.setattr(passes, "run_model", lambda *a, **k: takes(3.0)() or run(*a, **k))
+    monkeypatch.setattr(passes, "tell_left", left.append)
+    ln_probe.analyze(model, prompts()[:4], probes=[probe], batch_size=1, progress=False)
+    a_prompt = 3 + len(find_norms(model)) + 2
+    assert left == [pytest.approx((rest * a_prompt + passes.FINISH_S) / 0.5) for rest in (2, 1, 0)]
 
 
 @pytest.mark.parametrize("arch", cases("qwen3", "bloom", slow=["olmo2"]))

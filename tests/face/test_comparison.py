@@ -11,6 +11,7 @@ import pytest
 
 import ln_probe
 from ln_probe.analyses.constants import Constants
+from ln_probe.analyses.probes.statistics import holm, infer_mean
 from ln_probe.analyses.probes.tables import CAUSAL_PROMPTS
 from ln_probe.comparison import labels, paired, run_of, setup_differences, step_of
 from ln_probe.report import Report
@@ -139,6 +140,37 @@ def test_differences_are_paired_by_prompt(models: list[Report]) -> None:
     assert 0.09 < row["low"] < row["difference"] < row["high"] < 0.11  # unpaired, it would be ten times wider than that
     assert (row["model"], row["against"], row["n"], row["prompts_more"]) == ("run", "one", 40, 40)
     assert row["p"] < 0.001
+
+
+def test_the_paired_table_by_definition(models: list[Report]) -> None:
+    """Means over tokens; influences of the constants in the intervals alone; groups of norms adjusted apart."""
+    generator, sites = np.random.default_rng(1), ("all", "mlp", "blocks.0.ln1", "blocks.0.ln2")
+    reports = []
+    for report in models[:2]:
+        rows = pd.concat([report.causal_prompts.assign(sites=site) for site in sites], ignore_index=True)
+        change = rows["delta_loss"] + generator.normal(0, 0.3, len(rows))
+        rows = rows.assign(
+            delta_loss=change, n=1 + rows["prompt"] % 3, stratum=(rows["prompt"] % 2).map({0: "b", 1: "a"})
+        )
+        rows["shift"] = generator.normal(0, 0.1, len(rows))
+        reports.append(replace(report, tables={**report.tables, "causal_prompts": rows}))
+    table = ln_probe.compare(reports).paired.set_index("sites")
+    p = {}
+    for site in sites:
+        one, two = (r.causal_prompts.query("sites == @site") for r in reports)
+        n, each = one["n"].to_numpy(float), two["delta_loss"].to_numpy() - one["delta_loss"].to_numpy()
+        moved = two["shift"].to_numpy() - one["shift"].to_numpy()
+        inference = infer_mean(each * n + moved, n, np.arange(40) % 2 == 0)
+        p[site] = inference.p
+        row = table.loc[site]
+        assert row["difference"] == pytest.approx(np.average(each, weights=n))
+        assert (row["low"], row["high"]) == pytest.approx((inference.low, inference.high))
+        assert (row["prompts_more"], row["n"]) == ((each > 0).sum(), 40)
+    for family in (sites[:2], sites[2:]):
+        assert table.loc[list(family), "p"].tolist() == pytest.approx(holm([p[site] for site in family]).tolist())
+    infinite = reports[1].causal_prompts.assign(delta_loss=np.inf)
+    other = replace(reports[1], tables={"causal_prompts": infinite})
+    assert ln_probe.compare([reports[0], other]).paired["prompts_more"].isna().all()
 
 
 def test_losses_of_other_prompts_are_not_paired(models: list[Report]) -> None:

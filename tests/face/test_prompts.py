@@ -251,7 +251,7 @@ def test_what_a_mask_hides_is_left_out(ids: list[list[int]], mask: list[list[Any
         with pytest.raises(ValueError, match=word):
             make_prompts(model, given)
         return
-    prompts, hidden = make_prompts(model, given), PAD in sum(ids, [])
+    prompts, hidden = make_prompts(model, given), PAD in {*ids[0], *ids[1]}
     assert [row.tolist() for row in prompts.tokens] == [[i for i in row if i != PAD] for row in ids]
     assert ["1 of 2 prompts" in note for note in prompts.notes] == [True] * hidden
     assert tokens(model, {"input_ids": ids[1], "attention_mask": mask[1]}) == [[7, 8, 9]]
@@ -294,11 +294,8 @@ def test_tokens_have_the_names_of_a_file(name: str, content: str, model: Any, tm
     prompts = make_prompts(model, [[0, 1, 7]], token_names=names)
     assert prompts.strings == (("the", "cat", "7"),)
     assert any("names 3 of the model's 50" in note for note in prompts.notes)
-    row, size = (
-        np.array([3, 0, 1, 7], np.int64),
-        {"count": 1, "tokens": 3, "longest": 3},
-    )  # a row's length, then its ids
-    digest = hashlib.sha256(row.tobytes()).hexdigest()
+    digest = hashlib.sha256(np.array([3, 0, 1, 7], np.int64).tobytes()).hexdigest()  # a row's length, then its ids
+    size = {"count": 1, "tokens": 3, "longest": 3}
     assert prompts.summary == size | {"source": "tokens", "sha256": digest, "begin": ["the cat 7"]}
     assert make_prompts(model, [[49]], token_names=dict.fromkeys(range(50), "a")).notes == ()
     report = ln_probe.analyze(model, ROWS, probes=["decomposition"], tokenizer=tmp_path / name, progress=False)
