@@ -3,6 +3,10 @@ losses of the user's own."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +19,8 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.probes.tables import TABLES
+from ln_probe.analyses.probes.uniformity import Uniformity
+from ln_probe.analyses.text import with_interval
 from ln_probe.hooks.task import Objective, ObjectiveError
 
 pytestmark = pytest.mark.lens
@@ -154,6 +160,76 @@ def test_the_headline_is_the_number_of_the_report(gpt2: Any) -> None:
     assert set(cost.table["family"]) == {"primary"}
     with pytest.raises(ValueError, match="max_tokens"):
         ln_probe.norm_constants(gpt2, TOKENS, max_tokens=1)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_the_headline_in_words_and_as_json(overflow: bool, gpt2: Any) -> None:
+    """All contrasts, scaling first, with their intervals; what is not known is None."""
+    rows = torch.randint(1, 50, (16, 6), generator=torch.Generator().manual_seed(1))
+    cost = ln_probe.freezing_cost(gpt2, rows, progress=False)
+    if overflow:
+        table = cost.table.assign(p=math.nan)
+        table.loc[table["sites"] == "all", ["loss", "delta_loss"]] = math.nan
+        cost = replace(cost, table=table, estimate=math.nan, notes=("a note",))
+    lines = str(cost).partition("\n\n")[2].splitlines()
+    expected = [["loss rise", "95 % CI", "Holm's p"]]
+    for variant, label in (("no_scaling", "scaling frozen"), ("no_projection", "projection removed")):
+        for sites, where in (("attention", "attention's norms"), ("all", "every norm")):
+            row = cost.table.set_index(["variant", "sites"]).loc[(variant, sites)]
+            size, ends = with_interval(*(row[f"delta_loss{end}"] for end in ("", "_low", "_high")))
+            p = "not tested" if overflow else "< 0.001" if row["p"] < 0.001 else f"{row['p']:.2g}"
+            numbers = ["not finite"] if math.isnan(row["delta_loss"]) else [size, ends, p]
+            expected.append([f"{label}, {where}", *numbers])
+    assert [re.split(r" {2,}", line.strip()) for line in lines[:5]] == expected
+    starts = [line.find(cells[-2]) for line, cells in zip(lines, expected, strict=False) if len(cells) > 2]
+    assert len(set(starts)) == 1, "columns are aligned"
+    assert lines[5:] == [
+        "", f"intact loss: {cost.loss:.4g} nats/token on 16 prompts", "prompts: tokens, 96 tokens",
+        f"constants: {cost.constants.source}, 16 prompt groups", *(f"note: {note}" for note in cost.notes),
+    ]  # fmt: skip
+    plain = json.loads(json.dumps(cost.plain, allow_nan=False))
+    assert (plain["estimate"] is None) == overflow
+    assert (plain["loss"], plain["unit"], plain["strata"]) == (cost.loss, "nats/token", {})
+    assert plain["prompts"] == cost.prompts
+    assert plain["notes"] == list(cost.notes)
+    pooled = {name: {"first": c.first, "rest": c.rest} for name, c in cost.constants.pooled.items()}
+    assert plain["constants"] == {"source": cost.constants.source, "groups": 16, "pooled": pooled}
+    kept = [{k: None if v != v else v for k, v in row.items()} for row in cost.table.to_dict("records")]
+    assert plain["contrasts"] == kept
+
+
+def test_what_a_report_records_of_its_call(gpt2: Any) -> None:
+    how: dict[str, Any] = {"layers": [-1], "heads": [2], "max_tokens": 9, "seed": 3, "batch_size": 2, "optimal": False}
+    report = ln_probe.analyze(
+        gpt2, TOKENS, probes=["uniformity"], loss="test_analyze:next_token", progress=False, **how
+    )
+    assert report.provenance["arguments"] == how | {
+        "layers": [1], "probes": ["uniformity"], "tokenizer": None,
+    }  # fmt: skip
+    assert report.provenance["shape"] == {"d_model": 32, "layers": 2, "heads": 4}
+
+
+def test_probes_of_keys_take_the_first_of_the_default_prompts() -> None:
+    model = ln_probe.load_model("lm-layernorm")
+    how: dict[str, Any] = {"probes": ["uniformity"], "layers": [0], "heads": [0], "progress": False}
+    default = ln_probe.analyze(model, max_prompts=6, max_tokens=8, **how)
+    given = ln_probe.analyze(model, TOKENS[:, :8], **how)
+    counts = [report.provenance["uniformity"]["prompts"] for report in (default, given)]
+    assert counts == [Uniformity.prompts, 6]
+    assert default.heads["n"].eq(8 * Uniformity.prompts).all()
+
+
+def test_a_decomposition_that_does_not_converge_is_a_note(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(heads: Any, *_: Any) -> Any:
+        if heads.layer == 1:
+            raise RuntimeError("no convergence")
+        return None
+
+    monkeypatch.setattr("ln_probe.analyses.probes.uniformity.query_radius", fails)
+    report = ln_probe.analyze(gpt2, TOKENS, probes=["uniformity"], progress=False)
+    assert set(report.heads["layer"]) == {0}
+    notes = [note for note in report.notes if "head space" in note or "nothing bounds" in note]
+    assert [note.split("layer")[-1].partition(" (")[0] for note in notes] == [" 0", " 1: RuntimeError: no convergence"]
 
 
 def test_a_model_without_a_next_token_loss_is_told_so() -> None:

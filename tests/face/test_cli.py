@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import types
@@ -15,14 +16,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import typer
 from faulty import command, ends, lab_model, without_pages, write_prompts
 from safetensors.torch import load_file
 from typer.main import get_command
 
 import ln_probe
+from ln_probe import cli
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Experiment, Request
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.cli import app
+from ln_probe.models import BUNDLED
 
 OPTIONS = ["from", "checkpoints", "prompts", "max-prompts", "max-tokens", "groups", "loss", "probes", "layers"]
 OPTIONS += ["tokenizer", "out", "workers", "engine", "device", "dtype", "allow-pickle"]
@@ -176,14 +180,28 @@ def test_lists_break_between_words(words: list[str], monkeypatch: pytest.MonkeyP
     assert ends(0, *words)[0].split() == narrow.split()
 
 
+def test_lists_of_layers() -> None:
+    assert [cli._layers(text) for text in ("3", "0,3-5", "5,1", "2-2,2")] == [(3,), (0, 3, 4, 5), (1, 5), (2,)]
+    assert cli._layers(f"0-{cli.MAX_LAYERS - 1}")[-1] == cli.MAX_LAYERS - 1
+    for text in ("", "-1", "1-", f"{cli.MAX_LAYERS}", "a"):
+        with pytest.raises(typer.BadParameter):
+            cli._layers(text)
+    assert cli._probes("causal, sinks") == ("causal", "sinks")
+    assert [cli._device(text) for text in ("cpu", "mps", "cuda", "cuda:12")] == ["cpu", "mps", "cuda", "cuda:12"]
+
+
 def test_names_and_versions() -> None:
     printed, _ = ends(0, "models")
-    assert set(ln_probe.bundled_models()) <= set(printed.split())
+    for name, about in BUNDLED.items():
+        assert " ".join(f"{name} {about}".split()) in " ".join(printed.split())
     assert ends(0, "--version")[0].strip() == f"ln-probe {ln_probe.__version__}"
     printed, _ = ends(0, "env")
     values = dict(text.split(": ", 1) for text in printed.splitlines())
     assert values["torch"] == importlib.metadata.version("torch")
     assert values["devices"].startswith("cpu")
+    assert values["threads"] == f"{torch.get_num_threads()} of {os.cpu_count()}"
+    assert values["worlds"].endswith("TransformerBridge")
+    assert values["numba"] == importlib.metadata.version("numba")
 
 
 def test_the_options_reach_the_measurement() -> None:
@@ -261,7 +279,14 @@ def test_every_experiment_has_something_to_run() -> None:
 
 
 def test_an_experiment_is_run(requests: list[Request]) -> None:
-    assert "nobody\n  toy: a toy" in ends(0, "lab", "list")[0]
+    EXPERIMENTS["other"] = replace(EXPERIMENTS["toy"], source="nobody 2020, part 2", quick_seeds=1)
+    EXPERIMENTS["last"] = replace(EXPERIMENTS["toy"], source="nobody 2020")
+    listed = ends(0, "lab", "list")[0].partition("nobody\n")[2]
+    seeds = "      3 seeds: 1 s; --quick, 2 seeds: 1 s"
+    assert listed == (
+        f"  toy: a toy\n{seeds}\n  text_toy: a toy\n{seeds}; needs --text\nnobody 2020\n"
+        f"  other: a toy (part 2)\n{seeds.replace('2 seeds', '1 seed')}\n  last: a toy\n{seeds}\n"
+    )
     line = ["lab", "run", "toy", "--out", "runs", "--quick"]
     printed, _ = ends(0, *line)
     assert printed.splitlines()[1].split()[0] == "a", "rows are not numbered"

@@ -157,7 +157,7 @@ def test_the_paired_table_by_definition(models: list[Report]) -> None:
     table = ln_probe.compare(reports).paired.set_index("sites")
     p = {}
     for site in sites:
-        one, two = (r.causal_prompts.query("sites == @site") for r in reports)
+        one, two = (rows[rows["sites"] == site] for rows in (r.causal_prompts for r in reports))
         n, each = one["n"].to_numpy(float), two["delta_loss"].to_numpy() - one["delta_loss"].to_numpy()
         moved = two["shift"].to_numpy() - one["shift"].to_numpy()
         inference = infer_mean(each * n + moved, n, np.arange(40) % 2 == 0)
