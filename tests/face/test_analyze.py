@@ -200,12 +200,9 @@ def test_the_headline_in_words_and_as_json(overflow: bool, gpt2: Any) -> None:
 
 def test_what_a_report_records_of_its_call(gpt2: Any) -> None:
     how: dict[str, Any] = {"layers": [-1], "heads": [2], "max_tokens": 9, "seed": 3, "batch_size": 2, "optimal": False}
-    report = ln_probe.analyze(
-        gpt2, TOKENS, probes=["uniformity"], loss="test_analyze:next_token", progress=False, **how
-    )
-    assert report.provenance["arguments"] == how | {
-        "layers": [1], "probes": ["uniformity"], "tokenizer": None,
-    }  # fmt: skip
+    how |= {"loss": "test_analyze:next_token", "probes": ["uniformity"]}
+    report = ln_probe.analyze(gpt2, TOKENS, progress=False, **how)
+    assert report.provenance["arguments"] == how | {"layers": [1], "tokenizer": None}
     assert report.provenance["shape"] == {"d_model": 32, "layers": 2, "heads": 4}
 
 
