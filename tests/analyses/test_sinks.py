@@ -221,6 +221,8 @@ def test_a_mask_of_rows_of_several_lengths_and_sizes_of_the_norms() -> None:
     assert ratio[1, -3:].isnan().all()
     with pytest.raises(ValueError, match="whole numbers"):
         outlier_tokens(random_model(0), torch.rand(1, 4))
+    with pytest.raises(ValueError, match="normalization"):
+        outlier_tokens(make_hooked(normalization_type=None), TOKENS[None])
     with pytest.raises(TypeError, match="TransformerLens"):
         ln_probe.outlier_tokens(object(), torch.arange(4)[None])
 

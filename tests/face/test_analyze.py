@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from architectures import cases, folded_in_place, make_bridge, make_hooked
 from torch import Tensor
 
 import ln_probe
+from ln_probe import passes
+from ln_probe.analyses.probes.base import ProbeError
 from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.probes.uniformity import Uniformity
 from ln_probe.analyses.text import with_interval
@@ -206,6 +209,41 @@ def test_what_a_report_records_of_its_call(gpt2: Any) -> None:
     assert report.provenance["shape"] == {"d_model": 32, "layers": 2, "heads": 4}
 
 
+def test_where_constants_come_from_is_recorded(gpt2: Any) -> None:
+    how: dict[str, Any] = {"probes": ["decomposition"], "progress": False}
+    about = {"tokens": 24, "count": 2, "longest": 12}
+    for prompts, options, expected in (
+        (TOKENS, {}, {"given": False, "groups": 6}),
+        (TOKENS, {"groups": [1, 1, 2, 2, 3, 3]}, {"given": False, "groups": 3}),
+        (TOKENS[:1], {}, {"given": False, "groups": 1}),
+        (TOKENS[:4], {"calibration": TOKENS[4:]}, {"given": True, "groups": 4, **about}),
+    ):
+        report = ln_probe.analyze(gpt2, prompts, **options, **how)
+        recorded = dict(report.provenance["calibration"])
+        assert recorded.pop("constants") == report.constants.source
+        assert ("sha256" in recorded, recorded.get("source")) == ("count" in expected, recorded.get("source"))
+        assert {name: recorded[name] for name in recorded.keys() - {"sha256", "source"}} == expected
+        pooled = {name: {"first": c.first, "rest": c.rest} for name, c in report.constants.pooled.items()}
+        assert report.provenance["constants"] == pooled
+
+
+@pytest.mark.parametrize(("inputs", "looking", "notes"), [
+    ([(True, (0,)), (True, (1,))], ["sinks"], ["the model has no normalization"]),
+    ([(False, ()), (False, ())], ["a", "b"], ["no norm of this model is read by attention, so a and b could not"]),
+    ([(False, ())], [], ["no norm of this model is read by attention"]),
+    ([(False, (0,)), (True, (1,))], ["sinks"], ["attention reads the residual stream itself, with no norm, in layer"]),
+    ([(False, (0,)), (False, (1,))], ["sinks"], []),
+])  # fmt: skip
+def test_notes_on_the_norms_that_attention_reads(inputs: list[Any], looking: list[str], notes: list[str]) -> None:
+    norms: Any = [
+        SimpleNamespace(layer=layer, is_identity=identity, attention_layers=layers)
+        for layer, (identity, layers) in enumerate(inputs)
+    ]
+    for note, start in zip(passes._notes(norms, looking, []), notes, strict=True):
+        assert note.startswith(start)
+    assert len(passes._notes(norms, looking, ["cls.norm"])) == len(notes) + 1
+
+
 def test_probes_of_keys_take_the_first_of_the_default_prompts() -> None:
     model = ln_probe.load_model("lm-layernorm")
     how: dict[str, Any] = {"probes": ["uniformity"], "layers": [0], "heads": [0], "progress": False}
@@ -227,6 +265,14 @@ def test_a_decomposition_that_does_not_converge_is_a_note(gpt2: Any, monkeypatch
     assert set(report.heads["layer"]) == {0}
     notes = [note for note in report.notes if "head space" in note or "nothing bounds" in note]
     assert [note.split("layer")[-1].partition(" (")[0] for note in notes] == [" 0", " 1: RuntimeError: no convergence"]
+
+
+def test_a_headline_that_fails_names_the_probe(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ln_probe.analyses.probes.causal.Causal.start", lambda *_: 1 / 0)
+    with pytest.raises(ProbeError, match=r"causal.*ZeroDivisionError"):
+        ln_probe.freezing_cost(gpt2, TOKENS, progress=False)
+    with pytest.raises(ValueError, match="one text"):
+        ln_probe.attention(gpt2, TOKENS, 0)
 
 
 def test_a_model_without_a_next_token_loss_is_told_so() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 from disturbing import ALWAYS, ONCE
-from faulty import ended, ends, lab_model, started, tables, without_pages, write_prompts
+from faulty import ended, ends, lab_model, started, tables, without_pages, word_tokenizer, write_prompts
 from typer.main import get_command
 
 import ln_probe
@@ -160,6 +160,29 @@ def test_a_report_of_other_settings_needs_overwrite(
     assert tables(tmp_path) == before
 
 
+@pytest.mark.filterwarnings("ignore::ln_probe.measure.ProbeFailedWarning")
+def test_a_probe_that_fails_and_a_tokenizer_that_is_a_folder(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables of the others are saved, and the same command measures all again."""
+    without_pages(monkeypatch)
+    word_tokenizer(["?", "<s>", "</s>", *map(str, range(17))]).save_pretrained(tmp_path / "words")
+    settings = Settings(
+        prompts=home / "prompts.jsonl", tokenizer=tmp_path / "words", probes=("decomposition", "causal")
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr("ln_probe.analyses.probes.causal.Causal.start", lambda *_: 1 / 0)
+        outcome = batch.attempt(Target("m0"), settings, tmp_path)
+    assert outcome.error.startswith("ProbeError: the probe 'causal' failed: ZeroDivisionError")
+    assert batch.digest_of(tmp_path / "m0") == ""
+    assert len(ln_probe.load_report(tmp_path / "m0").layernorms)
+    outcomes = [batch.attempt(Target("m0"), settings, tmp_path) for _ in range(2)]
+    assert outcomes == [batch.Outcome(Target("m0")), batch.Outcome(Target("m0"), skipped=True)]
+    report = ln_probe.load_report(tmp_path / "m0")
+    assert report.provenance["prompts"]["begin"][0] == "<s>240", "words, and not ids"
+    assert len(report.causal)
+
+
 def test_the_index_is_rebuilt_from_the_reports(undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_pages(monkeypatch)
     (undisturbed / "index.html").unlink(missing_ok=True)
@@ -168,12 +191,14 @@ def test_the_index_is_rebuilt_from_the_reports(undisturbed: Path, monkeypatch: p
     assert (undisturbed / "index.html").read_text().split() == list(MODELS)
 
 
-def test_targets(home: Path, lab_suite: list[Path]) -> None:
+def test_targets(home: Path, lab_suite: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     assert Target.parse("EleutherAI/pythia-70m@step1000").folder == "EleutherAI-pythia-70m@step1000"
     assert Target.parse(str(home / "m0")).revision is None
     run = Target(str(lab_suite[0]))
     assert [target.revision for target in run.at_steps("all")] == ["0", "2", "4", "6"]
     assert [str(target) for target in Target("pythia-70m").at_steps("0,1000")] == ["pythia-70m@0", "pythia-70m@1000"]
+    monkeypatch.setattr("ln_probe.loading.pretrained.checkpoints", lambda name: [f"{name}:step5"])
+    assert Target("pythia-70m").at_steps("all") == [Target("pythia-70m", "EleutherAI/pythia-70m:step5")]
     for target, steps in ((Target("lm-none"), "all"), (run, "0,x"), (Target("gpt2", "main"), "0")):
         with pytest.raises(BatchError, match="checkpoints"):
             target.at_steps(steps)

@@ -120,6 +120,12 @@ def test_a_folder_that_cannot_be_written() -> None:
         assert "cannot write to" in refused("report", "lm-none", "--out", out)
 
 
+def test_nothing_to_do_and_labels_that_are_missing() -> None:
+    assert "holds no reports" in refused("report", "--out", "out")
+    Path("labels.txt").write_text("a\n\n")
+    assert "line 2" in refused("freezing-cost", "lm-none", "--groups", "labels.txt")
+
+
 def test_one_model_twice(tmp_path: Path) -> None:
     Path("models.txt").write_text("lm-none  # again\n")
     _, said = ends(2, "report", "lm-none", "--from", "models.txt", "--out", "out", "--quiet")

@@ -51,6 +51,12 @@ def add_hook(model: Any, permanent: bool = False) -> None:
     model.add_hook("blocks.0.ln1.hook_normalized", halve, is_permanent=permanent)
 
 
+class Adapter(torch.nn.Module):
+    """As of a package that changes what a model computes."""
+
+    __module__ = "peft.tuners"
+
+
 def replace_forward(model: Any) -> None:
     norm = model.ln_final
     whole = norm.forward
@@ -64,6 +70,8 @@ HOOKS: dict[str, tuple[Callable[[Any], object], str]] = {
     "only read": (lambda m: m.add_hook("blocks.1.ln2.hook_scale", read), r"hook_scale \(.*read\)"),
     "backward": (lambda m: m.add_hook("blocks.0.ln1.hook_scale", read, dir="bwd"), r"hook_scale \(.*read\)"),
     "module": (lambda m: m.ln_final.register_forward_hook(halve_output), r"ln_final \(.*halve_output\)"),
+    "partial": (lambda m: m.ln_final.register_forward_hook(partial(halve_output)), r"ln_final \(.*halve_output\)"),
+    "wrapped": (lambda m: m.ln_final.add_module("lora", Adapter()), r"ln_final\.lora \(peft\.tuners\.Adapter\)"),
     "the model": (lambda m: m.register_forward_hook(halve_output), r"the model \(.*halve_output\)"),
     "forward": (replace_forward, r"ln_final.* \(.*replace_forward"),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from ln_probe.analyses.lab.transformer import LabConfig
-from ln_probe.hooks.model import facts_of
+from ln_probe.hooks.model import context_of_config, facts_of
 from ln_probe.loading import convert
 from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
 from ln_probe.loading.source import sha256_of_files
@@ -77,6 +77,7 @@ def test_logits_are_those_of_hugging_face(
         assert source_of(model).world == CLASS_OF_WORLD[world or worlds[0]]
         assert_faithful(model)
         assert (model.training, model.tokenizer) == (False, None)
+        assert facts_of(model).context == context_of_config(original.config)
     assert any("not HookedTransformer" in n for n in source_of(model).notes) == (worlds != WORLDS)
     if "hooked" not in worlds:
         with pytest.raises(ValueError, match="HookedTransformer"):
@@ -323,6 +324,20 @@ def test_bad_names_and_options(
 ) -> None:
     with pytest.raises(error, match=word):
         load_model(folder if name == "folder" else name, **options)
+
+
+def test_without_hooked_transformer_models_are_bridges(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in TransformerLens 4; and a folder for its conversion has none of the words that mislead it."""
+    monkeypatch.setattr(convert, "has_hooked_transformer", lambda: False)
+    source = source_of(load_model(folder, device="cpu"))
+    assert source.world == "TransformerBridge"
+    assert not any("HookedTransformer" in note for note in source.notes), "there is nothing to explain"
+    for name in (folder, "lm-none"):
+        with pytest.raises(ValueError, match="no HookedTransformer"):
+            load_model(name, device="cpu", world="hooked")
+    monkeypatch.setattr(convert, "_MISREAD_WORDS", ("/",))
+    with pytest.raises(OSError, match="TMPDIR"), convert._neutral_folder():
+        pass
 
 
 def test_what_is_recorded_and_that_the_process_is_left_as_it_was(

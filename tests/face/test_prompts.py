@@ -139,6 +139,8 @@ def test_data_sets_bring_texts_or_ids(reader: Any) -> None:
     texts = datasets.Dataset.from_dict({"text": ["", "abc", " ", "de"], "line": [0, 1, 2, 3]})  # WikiText has blanks
     assert tokens(reader, texts) == tokens(reader, ["abc", "de"])
     assert tokens(reader, datasets.Dataset.from_dict({"input_ids": ROWS})) == ROWS
+    masked = {"input_ids": [[*row, PAD] for row in ROWS], "attention_mask": [[1] * len(row) + [0] for row in ROWS]}
+    assert tokens(reader, datasets.Dataset.from_dict(masked)) == ROWS
     for other in (datasets.Dataset.from_dict({"content": ["a"]}), datasets.DatasetDict({"train": texts})):
         with pytest.raises(ValueError, match="column"):
             make_prompts(reader, other)
