@@ -18,10 +18,11 @@ from ln_probe.analyses.probes import causal, edited_passes
 from ln_probe.analyses.probes.causal import Causal, norm_estimates, over_groups
 from ln_probe.analyses.probes.statistics import holm, infer_mean
 from ln_probe.hooks import without
-from ln_probe.hooks.constants import Constant
+from ln_probe.hooks.constants import Constant, fit
 from ln_probe.hooks.edits import GROUPS
 from ln_probe.hooks.norm_edits import NormEdit
 from ln_probe.hooks.norms import find_norms
+from ln_probe.hooks.task import Objective
 from ln_probe.report import Report
 
 PROMPTS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7])]
@@ -78,6 +79,9 @@ def test_primary_contrasts_are_run_with_one_constant_and_with_loss_optimal_ones_
     report = measured(model, optimal=True)
     rows = report.causal.set_index(["sites", "variant"])
     primary = [("attention", "no_scaling"), ("all", "no_scaling")]
+    for prompt, others in ((0, PROMPTS[1:2]), (1, PROMPTS[::2])):  # of the other half of the prompts
+        optimal = fit(model, find_norms(model), others, start=report.constants.pooled, objective=Objective())
+        assert report.constants.optimal_of("all", prompt) == optimal
     for column, scale in (("uniform", lambda n, _s: {k: c.uniform for k, c in report.constants.of(n).items()}),
                           ("optimal", lambda n, s: report.constants.optimal_of(s, n))):  # fmt: skip
         assert list(rows.index[rows[f"delta_loss_{column}"].notna()]) == primary

@@ -186,6 +186,26 @@ def test_means_of_a_few_books(strata: str, count: str) -> None:
     assert wording.strata_means(alone, "all", SCALING_FROZEN) == {}, "prompts that are strata of their own"
 
 
+@pytest.mark.parametrize(("changes", "texts"), [
+    ({"by_theorem": True}, ["so few keys are always selectable"]),
+    ({"sink_rate": 0.5, "kind": "longest"}, ["no head; mean 55 %", "token's: none in 2 prompts."]),
+    ({"first_attention_no_scaling": math.nan}, ["12 % if uniform), largest"]),
+    ({"length_ratio": math.nan}, ["largest 80.0 % (L0H1)."]),
+    ({"kind": "outlier", "position": 1, "token": "b"}, [" 'b' (2 of 2 prompts, up to 20 times)."]),
+    ({"kind": "outlier", "position": [1, 2, 3], "token": ["b", "c", "b"]},
+     ["'b' (2 of 2 prompts, up to 20 times), 'c' (1"]),
+])  # fmt: skip
+def test_keys_and_sinks_in_words(changes: dict[str, Any], texts: list[str]) -> None:
+    about = {"selectability": ABOUT["selectability"] | {k: v for k, v in changes.items() if k == "by_theorem"}}
+    frames = {
+        name: WHOLE[name].assign(**{k: v for k, v in changes.items() if k in WHOLE[name]})
+        for name in ("sinks", "sink_heads")
+    }
+    said = " ".join(finding.text for finding in findings(WHOLE | frames, about))
+    for text in texts:
+        assert text in said
+
+
 def test_layers_in_words() -> None:
     assert in_layers({}) == in_layers({"arguments": {"layers": None}}) == ""
     assert in_layers({"arguments": {"layers": [2]}}) == " in layer 2"

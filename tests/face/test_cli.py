@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,11 +24,13 @@ from safetensors.torch import load_file
 from typer.main import get_command
 
 import ln_probe
-from ln_probe import cli
+from ln_probe import batch, cli
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Experiment, Request
 from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.batch import Outcome, Settings, Target
 from ln_probe.cli import app
 from ln_probe.models import BUNDLED
+from ln_probe.report import environment
 
 OPTIONS = ["from", "checkpoints", "prompts", "max-prompts", "max-tokens", "groups", "loss", "probes", "layers"]
 OPTIONS += ["tokenizer", "out", "workers", "engine", "device", "dtype", "allow-pickle"]
@@ -196,7 +200,7 @@ def test_lists_of_layers() -> None:
     assert [cli._device(text) for text in ("cpu", "mps", "cuda", "cuda:12")] == ["cpu", "mps", "cuda", "cuda:12"]
 
 
-def test_names_and_versions() -> None:
+def test_names_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     printed, _ = ends(0, "models")
     for name, about in BUNDLED.items():
         assert " ".join(f"{name} {about}".split()) in " ".join(printed.split())
@@ -205,6 +209,11 @@ def test_names_and_versions() -> None:
     values = dict(text.split(": ", 1) for text in printed.splitlines())
     assert values["torch"] == importlib.metadata.version("torch")
     assert values["devices"].startswith("cpu")
+    for name, value in {"is_available": True, "device_count": 2}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number}")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert environment()["devices"] == "cpu, GPU 0, GPU 1, mps"
     assert values["threads"] == f"{torch.get_num_threads()} of {os.cpu_count()}"
     assert values["worlds"].endswith("TransformerBridge")
     assert values["numba"] == importlib.metadata.version("numba")
@@ -228,6 +237,46 @@ def test_the_options_reach_the_measurement() -> None:
     assert (about["model"]["dtype"], about["calibration"]["groups"]) == ("float64", 2)
     assert set(report.tables["layernorms"]["layer"].dropna()) == {0}
     assert about["prompts"]["begin"][0].startswith("word1")
+
+
+def test_what_a_command_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option reaches the settings of a batch; the first results are printed of a few models alone."""
+    seen: list[Any] = []
+
+    def outcomes(targets: list[Target], *rest: Any) -> Iterator[Outcome]:
+        seen.append((targets, *rest))
+        yield from (Outcome(t, "bad" * (place == 1), skipped=place == 2) for place, t in enumerate(targets))
+
+    def pages(out: Path, failures: dict[str, str], targets: list[Target]) -> tuple[Path, list[str]]:
+        seen.append((failures, targets))
+        return out / "index.html", [f"{target}: found" for target in targets]
+
+    monkeypatch.setattr(batch, "local_outcomes", outcomes)
+    monkeypatch.setattr(batch, "write_pages", pages)
+    for name in ("p.txt", "words.txt"):
+        Path(name).touch()
+    Path("labels.txt").write_text("a\n")
+    names = ["lm-none", "lm-layernorm", "lm-scaling_only"]
+    here = Path.cwd()
+    options = "--prompts p.txt --max-prompts 5 --max-tokens 7 --groups labels.txt --loss math:pi --probes sinks,causal "
+    more = (
+        "--layers 1,3 --tokenizer words.txt --dtype float16 --device mps --allow-pickle --overwrite --workers 3 --quiet"
+    )
+    printed, said = ends(1, "report", *names, *(options + more).split(), "--out", "out")
+    settings = Settings(
+        here / "p.txt", 5, 7, here / "labels.txt", "math:pi", ("sinks", "causal"), (1, 3), here / "words.txt",
+        "float16", "mps", allow_pickle=True, overwrite=True, progress=False,
+    )  # fmt: skip
+    targets = [Target(name) for name in names]
+    assert seen == [(targets, settings, Path("out"), 3), ({"lm-layernorm": "bad"}, [targets[0], targets[2]])]
+    assert said.splitlines() == ["lm-none: done", "lm-layernorm: bad", "lm-scaling_only: already there"]
+    assert printed.splitlines() == ["lm-none: found", "lm-scaling_only: found", "2 of 3 reports; open out/index.html"]
+    for count, shown in ((cli._SUMMARIZED, cli._SUMMARIZED - 1), (cli._SUMMARIZED + 1, 0)):
+        several = [f"lm-none@{step}" for step in range(count)]
+        _, said = ends(1, "report", *several)
+        assert said.startswith("loading PyTorch …\n")
+        assert len(seen[-1][1]) == shown
+        assert seen[-2][1:] == (Settings(progress=True), Path("reports"), batch.default_workers(several, None))
 
 
 def test_a_pickle_is_read_only_with_the_option(folder: Path) -> None:
@@ -301,6 +350,19 @@ def test_an_experiment_is_run(requests: list[Request]) -> None:
     ends(0, *line, "--seeds", "5", "--quiet")
     assert requests[-1].seeds == (0, 1, 2, 3, 4)
     assert [request.progress for request in requests] == [True, False]
+    Path("text.txt").touch()
+    ends(
+        0,
+        "lab",
+        "run",
+        "toy",
+        "--out",
+        "more",
+        *["--jobs", "2", "--text", "text.txt", "--tokenizer", "runs", "--device", "cpu"],
+    )
+    here = Path.cwd()
+    asked = Request(Path("more"), (0, 1, 2), texts=(here / "text.txt",), tokenizer=here / "runs", jobs=2)
+    assert requests[-1] == asked
     _, said = ends(1, *line, "--seeds", "6")
     assert "diverged: seed 9" in said
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.hooks.model import context_of_config, facts_of
-from ln_probe.loading import convert
+from ln_probe.loading import convert, pretrained
 from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
 from ln_probe.loading.source import sha256_of_files
 from ln_probe.models import load_model, source_of
@@ -349,6 +349,11 @@ def test_what_is_recorded_and_that_the_process_is_left_as_it_was(
 
     before = process()
     model = load_model(folder, device="cpu")
+    with pretrained.isolated():
+        assert constants.HF_HUB_OFFLINE
+        assert not logging.getLogger("transformers").isEnabledFor(logging.WARNING)
+        logging.getLogger().addHandler(logging.NullHandler())
+        print("heard by nobody")
     assert process() == before
     assert capsys.readouterr() == ("", "")
     source = source_of(model)
@@ -377,6 +382,14 @@ def test_the_hash_of_several_files_is_that_of_their_sha256sum_lines(tmp_path: Pa
     two = "bf6e2103d6cbead28abb7d3fec372bc25d03a35b1647e83e090248eb08d0adae"
     assert sha256_of_files([tmp_path / "b", tmp_path / "a"]) == two
     assert sha256_of_files([tmp_path / "a"]) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+def test_long_lists_and_messages_are_cut() -> None:
+    assert pretrained._some("dbca") == "a, b, c, d"
+    assert pretrained._some("fedbca") == "a, b, c, d and 2 more"
+    line = pretrained.one_line(OSError("a\n  b" + "c" * 1000))
+    assert line.startswith("OSError: a bccc")
+    assert len(line) < 400
 
 
 def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
