@@ -259,10 +259,8 @@ def test_what_a_command_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["lm-none", "lm-layernorm", "lm-scaling_only"]
     here = Path.cwd()
     options = "--prompts p.txt --max-prompts 5 --max-tokens 7 --groups labels.txt --loss math:pi --probes sinks,causal "
-    more = (
-        "--layers 1,3 --tokenizer words.txt --dtype float16 --device mps --allow-pickle --overwrite --workers 3 --quiet"
-    )
-    printed, said = ends(1, "report", *names, *(options + more).split(), "--out", "out")
+    options += "--layers 1,3 --tokenizer words.txt --dtype float16 --device mps --allow-pickle --overwrite --workers 3"
+    printed, said = ends(1, "report", *names, *options.split(), "--quiet", "--out", "out")
     settings = Settings(
         here / "p.txt", 5, 7, here / "labels.txt", "math:pi", ("sinks", "causal"), (1, 3), here / "words.txt",
         "float16", "mps", allow_pickle=True, overwrite=True, progress=False,
@@ -351,15 +349,8 @@ def test_an_experiment_is_run(requests: list[Request]) -> None:
     assert requests[-1].seeds == (0, 1, 2, 3, 4)
     assert [request.progress for request in requests] == [True, False]
     Path("text.txt").touch()
-    ends(
-        0,
-        "lab",
-        "run",
-        "toy",
-        "--out",
-        "more",
-        *["--jobs", "2", "--text", "text.txt", "--tokenizer", "runs", "--device", "cpu"],
-    )
+    options = "--out more --jobs 2 --text text.txt --tokenizer runs --device cpu"
+    ends(0, "lab", "run", "text_toy", *options.split())
     here = Path.cwd()
     asked = Request(Path("more"), (0, 1, 2), texts=(here / "text.txt",), tokenizer=here / "runs", jobs=2)
     assert requests[-1] == asked
