@@ -142,10 +142,6 @@ def next_token(output: Tensor, tokens: Tensor) -> Tensor:
     return losses.view(len(tokens), -1).mean(-1)
 
 
-def of_the_last_position(output: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(output[:, -1], tokens[:, 0] % output.shape[-1], reduction="none")
-
-
 def drifting(output: Tensor, tokens: Tensor) -> Tensor:
     return torch.rand(len(tokens))
 
@@ -276,31 +272,11 @@ def test_a_headline_that_fails_names_the_probe(gpt2: Any, monkeypatch: pytest.Mo
 
 
 def test_a_model_without_a_next_token_loss_is_told_so() -> None:
+    report = ln_probe.analyze(make_hooked(d_vocab_out=3), TOKENS, probes=["causal"], progress=False)
+    assert report.causal["loss"].isna().all()
+    assert any("3 outputs" in note and "loss=" in note for note in report.notes)
     with pytest.raises(ValueError, match="loss="):
         ln_probe.freezing_cost(make_bridge("bert"), TOKENS)
-
-
-@pytest.mark.slow
-def test_a_classifier_is_measured_with_its_own_loss() -> None:
-    """Without a loss the answer is that there is none."""
-    model = make_hooked(d_vocab_out=3)
-    report = ln_probe.analyze(
-        model, TOKENS, probes=["causal", "head_effects"], progress=False, loss=of_the_last_position
-    )
-    row = report.causal.set_index(["sites", "variant"]).loc[("all", "no_scaling")]
-    with torch.no_grad():
-        losses = of_the_last_position(model(TOKENS), TOKENS)
-        edited = []
-        for prompt, tokens in enumerate(TOKENS):
-            with ln_probe.hooks.without(model, "scaling", sites="all", scale=report.constants.of(prompt)):
-                edited.append(float(of_the_last_position(model(tokens[None]), tokens[None])))
-    assert row["loss"] == pytest.approx(np.mean(edited), abs=1e-5)
-    assert row["delta_loss"] == pytest.approx(np.mean(edited) - float(losses.mean()), abs=1e-5)
-    assert report.head_effects["delta_loss"].notna().all()
-    assert "units of" in report.findings()[0]
-    bare = ln_probe.analyze(model, TOKENS, probes=["causal"], progress=False)
-    assert bare.causal["loss"].isna().all()
-    assert any("3 outputs" in n and "loss=" in n for n in bare.notes)
 
 
 @pytest.mark.parametrize(

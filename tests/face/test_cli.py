@@ -57,11 +57,6 @@ def refused(*args: object) -> str:
 # ------------------------------------------------------------------------------------------------------ bad values
 
 
-@pytest.mark.parametrize("option", ["batch-size", "heads", "seed", "config"])
-def test_an_option_that_does_not_exist(option: str) -> None:
-    assert f"no option '--{option}'" in refused("report", "lm-none", f"--{option}", "1")
-
-
 @pytest.mark.parametrize("words", [["merge", "out"], ["reprot"], ["lab", "compile", "x.crasp"]])
 def test_a_command_that_does_not_exist(words: list[str]) -> None:
     said = refused(*words)

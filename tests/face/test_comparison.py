@@ -13,7 +13,8 @@ import ln_probe
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.statistics import holm, infer_mean
 from ln_probe.analyses.probes.tables import CAUSAL_PROMPTS
-from ln_probe.comparison import labels, paired, run_of, setup_differences, step_of
+from ln_probe.comparison import labels, run_of, setup_differences, step_of
+from ln_probe.page import figures
 from ln_probe.report import Report
 
 
@@ -49,6 +50,7 @@ def test_heads_stand_side_by_side(report: Report) -> None:
     row = report.by_head().dropna(subset=["margin"]).iloc[3]
     assert wide.loc[(row["layer"], row["head"]), "a"] == row["margin"]
     assert repr(both) == "Comparison('a', 'b')"
+    assert list(both.figure().tips.values()) == list(figures.forest(both.names, both.reports).tips.values())
 
 
 def test_models_of_different_shape(report: Report, long_report: Report) -> None:
@@ -132,16 +134,6 @@ def test_bad_input(report: Report) -> None:
     assert np.isnan(ln_probe.compare([Report()]).summary.loc[0, "margin"])
 
 
-def test_differences_are_paired_by_prompt(models: list[Report]) -> None:
-    """Of prompts that differ much from one another, and of models that differ little."""
-    kept = [m.tables["causal_prompts"]["delta_loss"] for m in models]
-    (row,) = ln_probe.compare(models[:2]).paired.to_dict("records")
-    assert row["difference"] == pytest.approx(np.mean(kept[1] - kept[0]))
-    assert 0.09 < row["low"] < row["difference"] < row["high"] < 0.11  # unpaired, it would be ten times wider than that
-    assert (row["model"], row["against"], row["n"], row["prompts_more"]) == ("run", "one", 40, 40)
-    assert row["p"] < 0.001
-
-
 def test_the_paired_table_by_definition(models: list[Report]) -> None:
     """Means over tokens; influences of the constants in the intervals alone; groups of norms adjusted apart."""
     generator, sites = np.random.default_rng(1), ("all", "mlp", "blocks.0.ln1", "blocks.0.ln2")
@@ -196,12 +188,3 @@ def test_only_what_is_comparable_is_paired(change: dict[str, Any], same_loss: bo
     assert len(both.notes) == 1
     assert both.notes[0] in both._repr_html_()
     assert ln_probe.compare(models[:2]).notes == ()
-
-
-def test_the_figure_has_a_mark_for_every_model(models: list[Report]) -> None:
-    figure = ln_probe.compare(models, ["a", "b", "c"]).figure()
-    values = [value for axes in figure.axes for line in axes.lines for value in line.get_xdata()]
-    assert values.count(0.3) >= 3
-    table = paired(["a", "b", "c"], models)
-    assert list(table["difference"]) == pytest.approx([0.1, 0.2], abs=0.01)
-    assert set(table["against"]) == {"a"}

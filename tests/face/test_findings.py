@@ -11,25 +11,6 @@ import ln_probe
 from ln_probe.guard import indices, seed_of
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return ln_probe.load_model("lm-layernorm")
-
-
-def test_constants_of_position_0_are_of_the_token_that_prompts_begin_with(model: Any) -> None:
-    """Behind one first token position 0 has the same sigma on every prompt; without it, that of another token."""
-    texts, at = ["a b c d e f g h i j", "k l m n o p q r s t"], "blocks.2.ln1"
-    with_first, without = (
-        [report.constants.of(prompt)[at] for prompt in (0, 1)]
-        for report in (
-            ln_probe.analyze(model, texts, prepend_bos=bos, probes=["decomposition"], progress=False)
-            for bos in (True, False)
-        )
-    )
-    assert with_first[0].first == pytest.approx(with_first[1].first, rel=1e-6)
-    assert without[0].first != pytest.approx(without[1].first, rel=0.1)
-
-
 def test_layers_and_units_are_said_in_every_answer() -> None:
     tokens = [list(range(1, 30)), list(range(2, 31))]
     report = ln_probe.analyze(make_bridge("gpt2"), tokens, layers=[1], heads=[0, 2], progress=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import re
 from pathlib import Path
 
 import pandas as pd
@@ -11,8 +9,7 @@ import pytest
 from test_documents import BUNDLED, TABLES
 
 import ln_probe
-from ln_probe.page.page import report_page
-from ln_probe.report import Report, answers
+from ln_probe.report import Report
 
 pytestmark = [pytest.mark.slow, pytest.mark.release]
 
@@ -46,37 +43,3 @@ def test_no_column_of_a_default_report_is_constant_or_empty(whole: Report) -> No
         assert len(table), name
         constant = {column for column in table if table[column].nunique(dropna=False) == 1}
         assert constant <= {"n", "variant" if name == "head_effects" else "n"}, name
-
-
-def test_readme_quotes_the_report(whole: Report) -> None:
-    """The loss increase of both terms with their CIs, and the means of the three books."""
-    text = " ".join(README.read_text().split())
-    rows = primary(whole.causal)
-    quoted = [tuple(map(float, match)) for match in re.findall(r"\+(0\.\d+) \[(0\.\d+), (0\.\d+)\]", text)]
-    for variant in ("no_scaling", "no_projection"):
-        row = rows.loc[("all", variant)]
-        numbers = [row["delta_loss"], row["delta_loss_low"], row["delta_loss_high"]]
-        assert any(numbers == pytest.approx(list(each), abs=ROUNDING) for each in quoted), (variant, numbers)
-    prompts = whole.causal_prompts.query("sites == 'all' and variant == 'no_scaling'")
-    for _, book in prompts.groupby("stratum"):
-        mean = (book["delta_loss"] * book["n"]).sum() / book["n"].sum()
-        assert f"+{mean:.3f}" in text
-
-
-def test_every_door_says_the_same_in_the_same_order(whole: Report, tmp_path: Path) -> None:
-    """`findings()`, `print`, the notebook's cell, the page, a loaded report, and of the loss the headline."""
-    texts = whole.findings()
-    assert texts == [answer.text for answer in answers(whole)]
-    assert [answer.question for answer in answers(whole)] == ["loss", "loss", "heads", "keys", "sinks", "uniform"]
-    doors = {
-        "print": " ".join(str(whole).split()),
-        "notebook": " ".join(html.unescape(re.sub(r"<[^>]+>", "", whole._repr_html_())).split()),
-        "page": " ".join(html.unescape(re.sub(r"<[^>]+>", "", report_page(whole))).split()),
-        "loaded": " ".join(str(ln_probe.load_report(whole.save(tmp_path / "r"))).split()),
-    }
-    for door, content in doors.items():
-        places = [content.find(" ".join(text.split())) for text in texts]
-        assert -1 not in places, (door, texts[places.index(-1)])
-        assert places == sorted(places), door
-    headline = repr(ln_probe.freezing_cost(ln_probe.load_model("lm-layernorm"), progress=False))
-    assert re.sub(r"; with loss-optimal constants [+-]\d+\.\d+", "", texts[0]) == headline
