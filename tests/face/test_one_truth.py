@@ -1,8 +1,6 @@
-"""One number at every door: committed tables, which README and the site quote, the headline, the report, its page."""
+"""The committed tables, which README and the site quote, are what the commands of README measure."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -13,9 +11,7 @@ from ln_probe.report import Report
 
 pytestmark = [pytest.mark.slow, pytest.mark.release]
 
-README = Path(__file__).parents[2] / "README.md"
 NUMBERS = ["loss", "delta_loss", "delta_loss_low", "delta_loss_high"]
-ROUNDING = 0.0015  # of a number quoted with three digits behind the point; ends of CIs are of another seed's resamples
 
 
 @pytest.fixture(scope="module")
