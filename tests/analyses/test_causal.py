@@ -323,13 +323,15 @@ def test_of_a_large_model_the_largest_on_odd_prompts_are_run_on_the_even_ones(mo
         mine = by_prompt[by_prompt["sites"] == sites]
         assert mine["prompt"].tolist() == list(range(0, 18, 2))
         assert run.loc[sites, "delta_loss"] == pytest.approx(mine["delta_loss"].mean())
-    estimates = {name: [] for name in rows.index}
-    constants = report.constants
-    for prompt in range(1, 18, 2):
+    constants, estimates = report.constants, {}
+    for prompt in range(18):
         edits = {n.name: NormEdit.of(n, "no_scaling", constants.of(prompt)[n.name].pair) for n in find_norms(model)}
         for name, terms in norm_estimates(model, prompts[prompt], edits).items():
-            estimates[name].append(terms)
-    sizes = {name: np.abs(np.sum(terms, 0)).sum() for name, terms in estimates.items()}
+            estimates.setdefault(name, []).append(terms)
+    sizes = {name: np.abs(np.sum(terms[1::2], 0)).sum() for name, terms in estimates.items()}
+    for table, first in ((every, edited_passes.ESTIMATED_PROMPTS), (rows, 18)):
+        for name, terms in estimates.items():
+            assert table.loc[name, "estimate"] == pytest.approx(np.sum(terms[:first]) / (8 * first), rel=1e-4)
     assert set(run.index) == set(sorted(sizes, key=lambda name: -sizes[name])[:2])
     assert any("2 of 5 norms" in note for note in report.notes)
     exact = measured(model, prompts, probe=Causal(every_norm=True)).causal.set_index("sites")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import make_bridge, make_hooked
+from small_models import norm_of
 from torch import Tensor
 
 import ln_probe
@@ -203,6 +204,16 @@ def test_the_dimensions_of_a_massive_activation() -> None:
     assert row["dimensions"] == "5 (97 %)"
     assert row["kind"] == "longest+outlier+massive"
     assert row["site"] in ("blocks.1.ln1", "blocks.1.ln2", "ln_final")
+
+
+@pytest.mark.parametrize(("entry", "usual", "massive"), [(101, 0.1, True), (99, 0.09, False), (101, 0.102, False)])
+def test_massive_activations_as_they_are_defined(entry: float, usual: float, massive: bool) -> None:
+    """Above 100, and above 1000 times the median (Sun et al. 2024)."""
+    x = usual * torch.tensor([1.0, -1.0]).repeat(12, 8)
+    x[4, 3] = entry
+    sizes = TokenSizes()
+    sizes.add(norm_of(), x)
+    assert sizes.massive.tolist() == [massive and at == 4 for at in range(12)]
 
 
 def test_a_mask_of_rows_of_several_lengths_and_sizes_of_the_norms() -> None:

@@ -65,6 +65,14 @@ def test_prompts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         assert passes.batch_sizes(torch.device("cpu"), None, rows, size, probes) == expected
     assert rows_at_once(torch.device("cpu"), None, 10**6) == 1
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**32))
+    for shape, a_token in (((50_000, 10, 2), 8 * 50_000), ((100, 800, 4), 8 * 40 * 800)):  # logits; or of the stream
+        cfg = SimpleNamespace(**dict(zip(("d_vocab", "d_model", "n_heads"), shape, strict=True)))
+        most = 2**28 / (50 * (a_token + 16 * shape[-1] * 50))  # a quarter of what is free; patterns too
+        assert rows_at_once(gpu, cfg, 50) == int(most) > 1
+    monkeypatch.setattr(passes, "rows_at_once", lambda *_: 7)
+    assert passes.batch_sizes(gpu, None, rows, None, [seeing]) == {4: 7, 2: 7}
 
     def numbers(size: int, *watchers: Any) -> list[list[int]]:
         return [list(each) for each, _ in passes.batches("pass", rows, dict.fromkeys((2, 4), size), *watchers)]

@@ -25,7 +25,7 @@ from ln_probe.hooks.model import context_of_config, facts_of
 from ln_probe.loading import convert, pretrained
 from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
 from ln_probe.loading.source import sha256_of_files
-from ln_probe.models import load_model, source_of
+from ln_probe.models import bundled_folder, kind_of, load_model, shipped_constants, source_of, split_revision
 
 pytestmark = [pytest.mark.lens, pytest.mark.usefixtures("no_network")]
 
@@ -314,6 +314,7 @@ def test_a_gguf_file_is_the_model_that_was_packed(tmp_path: Path) -> None:
     ("folder", {"device": "gpu"}, ValueError, "'gpu'"),
     ("folder", {"device": "cuda:99"}, ValueError, "'cuda:99'"),
     ("folder", {"device": "meta"}, ValueError, "not there"),
+    ("folder", {"device": "cpu:1"}, ValueError, "not there"),
     ("folder", {"world": "lab"}, ValueError, "lab runs"),
     ("folder", {"world": "hooks"}, ValueError, "'bridge'"),
     ("folder", {"revision": "step1000"}, ValueError, "revisions"),
@@ -373,6 +374,46 @@ def test_a_model_we_did_not_load_is_described_from_its_structure() -> None:
     assert source_of(model).weights_sha256 != source.weights_sha256
     with pytest.raises(TypeError, match="Linear"):
         source_of(torch.nn.Linear)  # type: ignore[arg-type]
+
+
+def test_the_hash_of_a_state_is_that_of_its_lines() -> None:
+    model = torch.nn.Linear(3, 2).half()
+    lines = ""
+    for name, tensor in sorted(model.state_dict().items()):
+        digest = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        lines += f"{name} torch.float16 {tuple(tensor.shape)} {digest}\n"
+    assert source_of(model).weights_sha256 == hashlib.sha256(lines.encode()).hexdigest()
+
+
+def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [kind_of(name, Path(name)) for name in ("lm-none", "gpt2", "o/m")] == ["bundled", "hub", "hub"]
+    for name, file, kinds in (
+        ("lm-none", "config.json", ("bundled", "folder")), ("gpt2", "lab.json", ("folder", "lab")),
+    ):  # fmt: skip
+        Path(name).mkdir()
+        before = kind_of(name, Path(name))
+        (tmp_path / name / file).touch()
+        assert (before, kind_of(name, Path(name))) == kinds
+    Path("m.gguf").touch()
+    assert kind_of("m.gguf", Path("m.gguf")) == "gguf"
+    Path("a@b").mkdir()
+    names = ("a@b", "c@d", "a@b@5", "@b", "c@")
+    assert [split_revision(name) for name in names] == [
+        ("a@b", None), ("c", "d"), ("a@b", "5"), ("@b", None), ("c@", None),
+    ]  # fmt: skip
+
+
+def test_constants_that_a_checkpoint_brings(tmp_path: Path) -> None:
+    content = json.loads((bundled_folder("lm-layernorm") / "optimal.json").read_text())
+    shipped = shipped_constants(bundled_folder("lm-layernorm"))
+    assert shipped is not None
+    for group, pairs in content["every"].items():
+        assert {name: [c.first, c.rest] for name, c in shipped["every"][group].items()} == pairs
+        halves = [{name: [c.first, c.rest] for name, c in half.items()} for half in shipped["halves"][group]]
+        assert halves == content["halves"][group]
+    assert shipped["weights_sha256"] == content["weights_sha256"]
+    assert shipped_constants(tmp_path) is None
 
 
 def test_the_hash_of_several_files_is_that_of_their_sha256sum_lines(tmp_path: Path) -> None:

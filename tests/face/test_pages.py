@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 import re
@@ -24,7 +25,7 @@ from ln_probe.analyses.text import percent
 from ln_probe.exhibits import Exhibits, to_bytes
 from ln_probe.hooks import without
 from ln_probe.models import BUNDLED
-from ln_probe.page import attention, figures, own_script
+from ln_probe.page import attention, figures, own_script, packed, policy
 from ln_probe.page import tables as page_tables
 from ln_probe.page.index import MAPS, IndexEntry, index_page, short_names, write_index
 from ln_probe.page.page import notebook_cell, report_page, title_of
@@ -525,6 +526,20 @@ def test_hostile_names_in_pages_without_scripts(report: Report, tmp_path: Path) 
     for html in (index_page(entries), cell, both, lab_page(tmp_path, dict.fromkeys(HOSTILE, 1.0))):
         assert not Page(html).acts()
         assert not [c for c in UNSEEN if c in html]
+
+
+def test_scripts_and_data_of_a_page() -> None:
+    values = [1, 2.5, None, True, np.int64(3), np.float32(0.5), math.nan, "x", (4,)]
+    arrays = [np.arange(5, dtype=np.uint8), np.ones((2, 2), np.uint8)]
+    content = unpacked(packed({"values": values, "arrays": arrays, 7: {}}))
+    assert content["values"] == [1, 2.5, None, True, 3, 0.5, None, "x", [4]]
+    assert [array.tolist() for array in content["arrays"]] == [[0, 1, 2, 3, 4], [1, 1, 1, 1]]
+    assert content["7"] == {}
+    with pytest.raises(TypeError, match="set"):
+        packed({1})
+    digest = base64.b64encode(hashlib.sha256(b"run()").digest()).decode()
+    assert f"script-src 'sha256-{digest}' 'sha256-" in policy("run()", "")
+    assert "script-src 'none';" in policy()
 
 
 def test_a_lab_page_holds_its_pictures(tmp_path: Path) -> None:
