@@ -159,51 +159,23 @@ def test_heads_in_words(change: float, p: float, unit: str, text: str) -> None:
     assert text in next(finding.text for finding in found if finding.question == "heads")
 
 
-@pytest.mark.parametrize(
-    ("strata", "count"), [("ba", "two"), ("cab", "three"), ("dbca", "4"), ("a", ""), ("abcdefg", "")]
-)
+@pytest.mark.parametrize(("strata", "count"), [("ba", "two"), ("cab", "three"), ("dbca", "4"), ("abcdefg", "")])
 def test_means_of_a_few_books(strata: str, count: str) -> None:
     """In the order of the prompts, over their tokens."""
     prompts = [
         {"prompt": i, "stratum": book, "sites": "all", "variant": "no_scaling", "delta_loss": 0.1 * i, "n": 1 + i % 5}
         for i, book in enumerate(2 * strata)
-    ]  # fmt: skip
+    ]
     elsewhere = [row | {"sites": "mlp"} for row in prompts] + [row | {"variant": "no_projection"} for row in prompts]
     table = report_tables(causal_prompts=prompts + elsewhere)["causal_prompts"]
     means = wording.strata_means(table, "all", SCALING_FROZEN)
-    size = len(strata)
-    expected = {
-        book: (0.1 * i * (1 + i % 5) + 0.1 * (i + size) * (1 + (i + size) % 5)) / (2 + i % 5 + (i + size) % 5)
-        for i, book in enumerate(strata)
-    } if count else {}  # fmt: skip
+    expected = {}
+    for book in strata if count else "":
+        rows = [row for row in prompts if row["stratum"] == book]
+        expected[book] = sum(row["delta_loss"] * row["n"] for row in rows) / sum(row["n"] for row in rows)
     assert list(means.items()) == [(book, pytest.approx(mean)) for book, mean in expected.items()]
-    listed = ", ".join(f"{book} {mean:+.3f}" for book, mean in expected.items())
-    assert wording.strata_sentence(means).startswith(
-        f"The CI is over windows of these {count} books ({listed})" * bool(count)
-    )
-    assert bool(wording.strata_sentence(means)) == bool(count)
-    alone = table[table["prompt"] < size]
-    assert wording.strata_means(alone, "all", SCALING_FROZEN) == {}, "prompts that are strata of their own"
-
-
-@pytest.mark.parametrize(("changes", "texts"), [
-    ({"by_theorem": True}, ["so few keys are always selectable"]),
-    ({"sink_rate": 0.5, "kind": "longest"}, ["no head; mean 55 %", "token's: none in 2 prompts."]),
-    ({"first_attention_no_scaling": math.nan}, ["12 % if uniform), largest"]),
-    ({"length_ratio": math.nan}, ["largest 80.0 % (L0H1)."]),
-    ({"kind": "outlier", "position": 1, "token": "b"}, [" 'b' (2 of 2 prompts, up to 20 times)."]),
-    ({"kind": "outlier", "position": [1, 2, 3], "token": ["b", "c", "b"]},
-     ["'b' (2 of 2 prompts, up to 20 times), 'c' (1"]),
-])  # fmt: skip
-def test_keys_and_sinks_in_words(changes: dict[str, Any], texts: list[str]) -> None:
-    about = {"selectability": ABOUT["selectability"] | {k: v for k, v in changes.items() if k == "by_theorem"}}
-    frames = {
-        name: WHOLE[name].assign(**{k: v for k, v in changes.items() if k in WHOLE[name]})
-        for name in ("sinks", "sink_heads")
-    }
-    said = " ".join(finding.text for finding in findings(WHOLE | frames, about))
-    for text in texts:
-        assert text in said
+    assert (f"these {count} books" in wording.strata_sentence(means)) == bool(count)
+    assert wording.strata_means(table[table["prompt"] < len(strata)], "all", SCALING_FROZEN) == {}, "a prompt a book"
 
 
 def test_layers_in_words() -> None:

@@ -8,7 +8,6 @@ import math
 import re
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,6 @@ from architectures import cases, folded_in_place, make_bridge, make_hooked
 from torch import Tensor
 
 import ln_probe
-from ln_probe import passes
-from ln_probe.analyses.probes.base import ProbeError
 from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.probes.uniformity import Uniformity
 from ln_probe.analyses.text import with_interval
@@ -48,15 +45,15 @@ def test_layers_and_heads_are_a_selection_of_the_whole(gpt2: Any) -> None:
     assert set(part.layernorms["layer"]) == {1}
 
 
-def test_probes_fill_only_their_tables(gpt2: Any) -> None:
-    tokens = torch.arange(1, 17)[None]
-    only = ln_probe.analyze(gpt2, tokens, probes=("decomposition",), progress=False)
-    assert len(only.layernorms) == 5
-    assert len(only.heads) == len(only.keys) == 0
-    uniform = ln_probe.analyze(gpt2, tokens, probes=("uniformity",), progress=False)
-    assert len(uniform.layernorms) == len(uniform.keys) == 0
-    assert uniform.heads["entropy_ratio"].notna().all()
-    assert uniform.heads["unselectable"].isna().all()
+def test_layers_and_units_are_said_in_every_answer(gpt2: Any) -> None:
+    report = ln_probe.analyze(gpt2, TOKENS[:2], layers=[1], heads=[0, 2], progress=False)
+    loss, projection, heads, *rest = report.findings()
+    assert "in layer 1" in loss
+    assert "not tested (2 prompts)" in loss
+    assert "in layer 1" in projection
+    assert "L1H" in heads
+    assert len(rest) == 3
+    assert not any("nan" in text for text in report.findings())
 
 
 def test_a_post_norm_model_is_measured_block_by_block() -> None:
@@ -167,32 +164,20 @@ def test_the_headline_in_words_and_as_json(overflow: bool, gpt2: Any) -> None:
     rows = torch.randint(1, 50, (16, 6), generator=torch.Generator().manual_seed(1))
     cost = ln_probe.freezing_cost(gpt2, rows, progress=False)
     if overflow:
-        table = cost.table.assign(p=math.nan)
-        table.loc[table["sites"] == "all", ["loss", "delta_loss"]] = math.nan
-        cost = replace(cost, table=table, estimate=math.nan, notes=("a note",))
-    lines = str(cost).partition("\n\n")[2].splitlines()
-    expected = [["loss rise", "95 % CI", "Holm's p"]]
-    for variant, label in (("no_scaling", "scaling frozen"), ("no_projection", "projection removed")):
-        for sites, where in (("attention", "attention's norms"), ("all", "every norm")):
+        cost = replace(cost, table=cost.table.assign(p=math.nan, delta_loss=math.nan), estimate=math.nan)
+    expected = []
+    for variant in ("no_scaling", "no_projection"):
+        for sites in ("attention", "all"):
             row = cost.table.set_index(["variant", "sites"]).loc[(variant, sites)]
-            size, ends = with_interval(*(row[f"delta_loss{end}"] for end in ("", "_low", "_high")))
-            p = "not tested" if overflow else "< 0.001" if row["p"] < 0.001 else f"{row['p']:.2g}"
-            numbers = ["not finite"] if math.isnan(row["delta_loss"]) else [size, ends, p]
-            expected.append([f"{label}, {where}", *numbers])
-    assert [re.split(r" {2,}", line.strip()) for line in lines[:5]] == expected
-    starts = [line.find(cells[-2]) for line, cells in zip(lines, expected, strict=False) if len(cells) > 2]
-    assert len(set(starts)) == 1, "columns are aligned"
-    assert lines[5:] == [
-        "", f"intact loss: {cost.loss:.4g} nats/token on 16 prompts", "prompts: tokens, 96 tokens",
-        f"constants: {cost.constants.source}, 16 prompt groups", *(f"note: {note}" for note in cost.notes),
-    ]  # fmt: skip
+            size, ends = with_interval(row["delta_loss"], row["delta_loss_low"], row["delta_loss_high"])
+            p = "< 0.001" if row["p"] < 0.001 else f"{row['p']:.2g}"
+            expected.append(["not finite"] if overflow else [size, ends, p])
+    lines = str(cost).partition("\n\n")[2].splitlines()
+    assert [re.split(r" {2,}", line)[1:] for line in lines[1:5]] == expected
+    assert lines[6].startswith(f"intact loss: {cost.loss:.4g} nats/token on 16 prompts")
     plain = json.loads(json.dumps(cost.plain, allow_nan=False))
-    assert (plain["estimate"] is None) == overflow
-    assert (plain["loss"], plain["unit"], plain["strata"]) == (cost.loss, "nats/token", {})
-    assert plain["prompts"] == cost.prompts
-    assert plain["notes"] == list(cost.notes)
-    pooled = {name: {"first": c.first, "rest": c.rest} for name, c in cost.constants.pooled.items()}
-    assert plain["constants"] == {"source": cost.constants.source, "groups": 16, "pooled": pooled}
+    assert (plain["estimate"] is None, plain["loss"], plain["prompts"]) == (overflow, cost.loss, cost.prompts)
+    assert plain["constants"]["pooled"]["ln_final"]["rest"] == cost.constants.pooled["ln_final"].rest
     kept = [{k: None if v != v else v for k, v in row.items()} for row in cost.table.to_dict("records")]
     assert plain["contrasts"] == kept
 
@@ -206,38 +191,21 @@ def test_what_a_report_records_of_its_call(gpt2: Any) -> None:
 
 
 def test_where_constants_come_from_is_recorded(gpt2: Any) -> None:
-    how: dict[str, Any] = {"probes": ["decomposition"], "progress": False}
-    about = {"tokens": 24, "count": 2, "longest": 12}
     for prompts, options, expected in (
-        (TOKENS, {}, {"given": False, "groups": 6}),
         (TOKENS, {"groups": [1, 1, 2, 2, 3, 3]}, {"given": False, "groups": 3}),
         (TOKENS[:1], {}, {"given": False, "groups": 1}),
-        (TOKENS[:4], {"calibration": TOKENS[4:]}, {"given": True, "groups": 4, **about}),
+        (
+            TOKENS[:4],
+            {"calibration": TOKENS[4:]},
+            {"given": True, "groups": 4, "tokens": 24, "count": 2, "longest": 12},
+        ),
     ):
-        report = ln_probe.analyze(gpt2, prompts, **options, **how)
-        recorded = dict(report.provenance["calibration"])
-        assert recorded.pop("constants") == report.constants.source
-        assert ("sha256" in recorded, recorded.get("source")) == ("count" in expected, recorded.get("source"))
-        assert {name: recorded[name] for name in recorded.keys() - {"sha256", "source"}} == expected
-        pooled = {name: {"first": c.first, "rest": c.rest} for name, c in report.constants.pooled.items()}
-        assert report.provenance["constants"] == pooled
-
-
-@pytest.mark.parametrize(("inputs", "looking", "notes"), [
-    ([(True, (0,)), (True, (1,))], ["sinks"], ["the model has no normalization"]),
-    ([(False, ()), (False, ())], ["a", "b"], ["no norm of this model is read by attention, so a and b could not"]),
-    ([(False, ())], [], ["no norm of this model is read by attention"]),
-    ([(False, (0,)), (True, (1,))], ["sinks"], ["attention reads the residual stream itself, with no norm, in layer"]),
-    ([(False, (0,)), (False, (1,))], ["sinks"], []),
-])  # fmt: skip
-def test_notes_on_the_norms_that_attention_reads(inputs: list[Any], looking: list[str], notes: list[str]) -> None:
-    norms: Any = [
-        SimpleNamespace(layer=layer, is_identity=identity, attention_layers=layers)
-        for layer, (identity, layers) in enumerate(inputs)
-    ]
-    for note, start in zip(passes._notes(norms, looking, []), notes, strict=True):
-        assert note.startswith(start)
-    assert len(passes._notes(norms, looking, ["cls.norm"])) == len(notes) + 1
+        report = ln_probe.analyze(gpt2, prompts, probes=["decomposition"], progress=False, **options)
+        recorded = report.provenance["calibration"]
+        assert recorded["constants"] == report.constants.source
+        assert {
+            name: recorded[name] for name in recorded.keys() - {"constants", "count", "sha256", "source"}
+        } == expected
 
 
 def test_probes_of_keys_take_the_first_of_the_default_prompts() -> None:
@@ -248,27 +216,6 @@ def test_probes_of_keys_take_the_first_of_the_default_prompts() -> None:
     counts = [report.provenance["uniformity"]["prompts"] for report in (default, given)]
     assert counts == [Uniformity.prompts, 6]
     assert default.heads["n"].eq(8 * Uniformity.prompts).all()
-
-
-def test_a_decomposition_that_does_not_converge_is_a_note(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(heads: Any, *_: Any) -> Any:
-        if heads.layer == 1:
-            raise RuntimeError("no convergence")
-        return None
-
-    monkeypatch.setattr("ln_probe.analyses.probes.uniformity.query_radius", fails)
-    report = ln_probe.analyze(gpt2, TOKENS, probes=["uniformity"], progress=False)
-    assert set(report.heads["layer"]) == {0}
-    notes = [note for note in report.notes if "head space" in note or "nothing bounds" in note]
-    assert [note.split("layer")[-1].partition(" (")[0] for note in notes] == [" 0", " 1: RuntimeError: no convergence"]
-
-
-def test_a_headline_that_fails_names_the_probe(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ln_probe.analyses.probes.causal.Causal.start", lambda *_: 1 / 0)
-    with pytest.raises(ProbeError, match=r"causal.*ZeroDivisionError"):
-        ln_probe.freezing_cost(gpt2, TOKENS, progress=False)
-    with pytest.raises(ValueError, match="one text"):
-        ln_probe.attention(gpt2, TOKENS, 0)
 
 
 def test_a_model_without_a_next_token_loss_is_told_so() -> None:

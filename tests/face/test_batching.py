@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from same_findings import assert_same_findings
 
 import ln_probe
 from ln_probe import passes
-from ln_probe.analyses.probes import base
-from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults
+from ln_probe.analyses.probes.base import Needs, Probe
 from ln_probe.analyses.probes.edited_passes import TOKENS_AT_ONCE, rows_at_once
 from ln_probe.hooks.model import attentions
 from ln_probe.hooks.norms import find_norms
@@ -65,14 +63,6 @@ def test_prompts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         assert passes.batch_sizes(torch.device("cpu"), None, rows, size, probes) == expected
     assert rows_at_once(torch.device("cpu"), None, 10**6) == 1
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**32))
-    for shape, a_token in (((50_000, 10, 2), 8 * 50_000), ((100, 800, 4), 8 * 40 * 800)):  # logits; or of the stream
-        cfg = SimpleNamespace(**dict(zip(("d_vocab", "d_model", "n_heads"), shape, strict=True)))
-        most = 2**28 / (50 * (a_token + 16 * shape[-1] * 50))  # a quarter of what is free; patterns too
-        assert rows_at_once(gpu, cfg, 50) == int(most) > 1
-    monkeypatch.setattr(passes, "rows_at_once", lambda *_: 7)
-    assert passes.batch_sizes(gpu, None, rows, None, [seeing]) == {4: 7, 2: 7}
 
     def numbers(size: int, *watchers: Any) -> list[list[int]]:
         return [list(each) for each, _ in passes.batches("pass", rows, dict.fromkeys((2, 4), size), *watchers)]
@@ -80,27 +70,6 @@ def test_prompts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers(9) == [[0, 1, 2], [3, 4], [5]]
     assert numbers(2) == [[0, 1], [2], [3, 4], [5]]
     assert numbers(9, lambda n: n < 2) == [[0, 1], [2], [3, 4], [5]]
-
-
-def test_the_time_left_is_that_of_the_pass_and_of_each_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass itself takes 3 s a prompt, the probe 1 s a norm and 2 s a prompt; half of the time is a processor's."""
-    now, left = [0.0], list[float]()
-    clock = SimpleNamespace(thread_time=lambda: now[0], process_time=lambda: now[0], monotonic=lambda: 2 * now[0])
-
-    def takes(seconds: float) -> Any:
-        return lambda *_: now.__setitem__(0, now[0] + seconds)
-
-    observer = type("O", (Observer,), {"norm": takes(1.0), "prompt": takes(2.0), "finish": lambda _: ProbeResults()})
-    attributes = {"name": "slow", "summary": "", "tables": (), "needs": Needs(norms=True, output=True)}
-    probe = type("P", (Probe,), attributes | {"start": lambda *_: observer()})()
-    model, run = make_bridge("gpt2"), passes.run_model
-    monkeypatch.setattr(passes, "time", clock)
-    monkeypatch.setattr(base, "time", clock)
-    monkeypatch.setattr(passes, "run_model", lambda *a, **k: takes(3.0)() or run(*a, **k))
-    monkeypatch.setattr(passes, "tell_left", left.append)
-    ln_probe.analyze(model, prompts()[:4], probes=[probe], batch_size=1, progress=False)
-    a_prompt = 3 + len(find_norms(model)) + 2
-    assert left == [pytest.approx((rest * a_prompt + passes.FINISH_S) / 0.5) for rest in (2, 1, 0)]
 
 
 @pytest.mark.parametrize("arch", cases("qwen3", "bloom", slow=["olmo2"]))

@@ -13,7 +13,7 @@ import ln_probe
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.statistics import holm, infer_mean
 from ln_probe.analyses.probes.tables import CAUSAL_PROMPTS
-from ln_probe.comparison import labels, run_of, setup_differences, step_of
+from ln_probe.comparison import labels, run_of, step_of
 from ln_probe.page import figures
 from ln_probe.report import Report
 
@@ -163,16 +163,6 @@ def test_the_paired_table_by_definition(models: list[Report]) -> None:
     infinite = reports[1].causal_prompts.assign(delta_loss=np.inf)
     other = replace(reports[1], tables={"causal_prompts": infinite})
     assert ln_probe.compare([reports[0], other]).paired["prompts_more"].isna().all()
-
-
-def test_losses_of_other_prompts_are_not_paired(models: list[Report]) -> None:
-    about = models[1].provenance
-    prompts = replace(models[1], provenance={**about, "prompts": {**about.get("prompts", {}), "sha256": "other"}})
-    version = replace(models[1], provenance={**about, "ln_probe": "0.0.1"})
-    (note,) = setup_differences(["a", "b"], [models[0], prompts])
-    assert "not paired" in note
-    (note,) = setup_differences(["a", "b"], [models[0], version])
-    assert "not paired" not in note
 
 
 @pytest.mark.parametrize(("change", "same_loss"), [

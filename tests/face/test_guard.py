@@ -106,11 +106,6 @@ def test_kept_hooks_act_on_edited_passes_too() -> None:
     assert table.loc[("all", "no_projection"), "loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_an_unknown_choice() -> None:
-    with pytest.raises(ValueError, match="refuse"):
-        analyzed(make_bridge("gpt2"), hooks="ignore")
-
-
 @pytest.mark.parametrize(
     ("around", "word"),
     [
@@ -216,3 +211,18 @@ def test_texts_begin_as_in_training_at_every_door() -> None:
         _, cache = model.run_with_cache(text)
     by_text, by_cache = (ln_probe.attribute_logits(model, given, -1, target=7) for given in (text, cache))
     assert by_text.own == pytest.approx(by_cache.own, rel=1e-5)
+
+
+@pytest.mark.parametrize("given", [1, "0", [0.5], ["0"], [True]])
+def test_what_is_no_list_of_layers(given: Any) -> None:
+    with pytest.raises(TypeError, match="whole numbers"):
+        guard.indices(given, "layer", 2)
+    assert guard.indices(range(2), "layer", 2) == [0, 1]
+    assert guard.indices([-1, 0, -3], "layer", 3) == [2, 0, 0], "negative layers count from the end"
+    for numbers, what in (([3], "layer"), ([-4], "layer"), ([-1], "head"), ([], "head")):
+        with pytest.raises(ValueError, match=what):
+            guard.indices(numbers, what, 3)
+    assert guard.seed_of(10**18) == 10**18
+    for seed in (-1, 10**18 + 1):
+        with pytest.raises(ValueError, match="seed"):
+            guard.seed_of(seed)

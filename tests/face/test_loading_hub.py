@@ -98,9 +98,6 @@ def test_a_repository_with_a_pickle(hub: Hub) -> None:
     del hub.repositories["facebook/opt-125m"]["main"]["pytorch_model.bin"]
     with pytest.raises(ValueError, match="neither"):
         load_model("opt-125m", device="cpu", allow_pickle=True)
-    hub.failing = True
-    with pytest.raises(ConnectionError, match="opt-125m"):
-        hub_names.checkpoints("facebook/opt-125m")
 
 
 def test_a_copy_that_is_here_is_used_when_the_hub_fails(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

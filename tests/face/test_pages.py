@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 import re
@@ -21,14 +20,13 @@ from architectures import make_bridge
 from made_up import HOSTILE, UNSEEN, Page, lab_page
 
 import ln_probe
-from ln_probe.analyses.text import percent
 from ln_probe.exhibits import Exhibits, to_bytes
 from ln_probe.hooks import without
 from ln_probe.models import BUNDLED
-from ln_probe.page import attention, figures, own_script, packed, policy
+from ln_probe.page import attention, figures, own_script
 from ln_probe.page import tables as page_tables
-from ln_probe.page.index import MAPS, IndexEntry, index_page, short_names, write_index
-from ln_probe.page.page import notebook_cell, report_page, title_of
+from ln_probe.page.index import IndexEntry, index_page, short_names, write_index
+from ln_probe.page.page import notebook_cell, report_page
 from ln_probe.page.tables import in_order, table
 from ln_probe.report import Report
 
@@ -142,10 +140,7 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     assert {cell.name: cell.step for cell in attention.head_map(points).cells} == {
         "L0H0": 3, "L0H1": -1, "L0H2": 3, "L1H0": 5, "L1H1": 0, "L1H2": 0,
     }, "the last colour begins at the largest change"  # fmt: skip
-    bare = attention.head_map(effects(replace(one, exhibits=Exhibits()), rows[-1:]))
-    assert (bare.first, [len(row) for row in bare.rows]) == (None, [2, 2])
     assert attention.head_map(effects(one, [])).legend == (("unknown", "not measured"),)
-    assert attention.head_map(Report()).rows == ()
 
 
 def test_the_first_keys_are_those_that_nothing_selects_and_then_those_of_little_attention(report: Report) -> None:
@@ -156,59 +151,41 @@ def test_the_first_keys_are_those_that_nothing_selects_and_then_those_of_little_
 
 def test_tables_of_a_page_hold_text_and_six_digits(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_tables, "DATA_ROWS", 100)
-    shown = table(report.declared["keys"], report.keys.assign(attainable=math.nan), loss="points")
+    shown = table(report.declared["keys"], report.keys.assign(attainable=math.nan))
     assert (shown.rows, shown.sent, shown.columns) == (len(report.keys), 100, len(report.keys.columns) - 1)
     content = unpacked(shown.data)
-    assert content["rows"] == 100
     assert content["data"]["verdict"] == report.keys["verdict"][:100].tolist()
     assert content["data"]["margin_upper"] == [float(f"{value:.6g}") for value in report.keys["margin_upper"][:100]]
-    assert set(content["text"]) == {"variant", "token", "verdict"}
-    frame = report.declared["causal"].frame([{"sites": "all", "loss": 4.0}, {"sites": "mlp", "p": math.inf, "n": 3}])
-    shown = table(report.declared["causal"], frame.astype({"variant": object}), loss="points", links=["a", "b"])
-    units = report.declared["causal"].columns
-    meanings = [f"{units['loss'][1]} (points)", f"{units['p'][1]} (p)", units["n"][1]]
-    assert shown.meanings == list(zip(("sites", "loss", "p", "n"), (units["sites"][1], *meanings), strict=True))
-    content = unpacked(shown.data)
-    assert content["links"] == ["a", "b"]
-    assert content["data"] == {"sites": ["all", "mlp"], "loss": [4, None], "p": [None, None], "n": [None, 3]}
+    declared = report.declared["causal"]
+    frame = declared.frame([{"sites": "all", "loss": 4.0}, {"sites": "mlp", "p": math.inf, "n": 3}])
+    shown = table(declared, frame.astype({"variant": object}), loss="points", links=["a", "b"])
+    assert [name for name, _ in shown.meanings] == ["sites", "loss", "p", "n"]
+    assert dict(shown.meanings)["loss"].endswith("(points)")
+    assert dict(shown.meanings)["n"] == declared.columns["n"][1]
+    assert unpacked(shown.data)["data"] == {
+        "sites": ["all", "mlp"], "loss": [4, None], "p": [None, None], "n": [None, 3],
+    }  # fmt: skip
 
 
 def test_what_a_page_says_of_its_report(report: Report) -> None:
-    html = report_page(report, "../a b.html")
-    facts = re.search(r"</h1>\s*<p class=\"soft\">([^<]*)</p>", html)[1].split(" · ")  # type: ignore[index]
     row = report.causal.iloc[0]
     loss = f"intact loss {row['loss'] - row['delta_loss']:.3g} nats/token"
-    assert facts == ["2 layers of 4 heads", "norms: 5 layernorm", "1 prompt (tokens), 24 tokens", loss]
-    assert 'href="../a%20b.html"' in html
-    assert 'href="#table-sink_heads">Attention sinks' in html
-    rows = dict(re.findall(r'<th scope="row">([^<]*)</th><td class="wide">([^<]*)</td>', html))
+    shape = f"2 layers of 4 heads · norms: 5 layernorm · 1 prompt (tokens), 24 tokens · {loss}"
+    rows = dict(re.findall(r'<th scope="row">([^<]*)</th><td class="wide">([^<]*)</td>', report_page(report)))
     assert rows["arguments · probes"] == ", ".join(report.provenance["arguments"]["probes"])
-    assert rows["shape · heads"] == "4"
     assert rows["constants · ln_final · rest"] == f"{report.provenance['constants']['ln_final']['rest']:.6g}"
-    few, rest = limits(report)
-    assert "of 1 prompt; keys are of the first 1 of them" in few
-    assert rest == "The attention of prompts other than prompt 0."
-    assert limits(cut(report, 3, 2, 5))[1] == "The attention of prompts other than prompt 0, and tokens after 3."
-    other = replace(report, tables={**report.tables, "sink_heads": report.sink_heads[:0]}, exhibits=Exhibits())
-    other = replace(other, provenance={"model": {"name": "/runs/last/"}, "prompts": {"count": 2, "tokens": 1234}})
-    html = report_page(other)
+    named = replace(report, provenance={"model": {"name": "/runs/last/"}})
+    for one, facts, parts in (
+        (report, shape, ("keys are of the first 1 of them", "other than prompt 0.")),
+        (cut(report, 3, 2, 5), shape, ("keys are of the first 1 of them", "other than prompt 0, and tokens after 3.")),
+        (named, f"/runs/last/ · {loss}", ("Losses are of 0 prompts.", "other than prompt 0.")),
+    ):
+        html = report_page(one)
+        assert f'<p class="soft">{facts}</p>' in html
+        limits = html.partition('id="limits"')[2].partition("<li>Whether one head")[0]
+        assert limits.count("<li>") == len(parts)
+        assert all(part in limits for part in parts)
     assert "<h1>last " in html
-    assert f'<p class="soft">/runs/last/ · 2 prompts, 1,234 tokens · {loss}</p>' in html
-    assert "table-sink_heads" not in html
-    assert len(limits(other)) == 1
-    assert "keys are" not in limits(other)[0]
-    assert [title_of(name) for name in ("owner/model", "./runs/a", "~/b\\c", "/..", "C:\\d\\")] == [
-        "owner/model", "a", "c", "/..", "d",
-    ]  # fmt: skip
-    assert attention.linked("L0H1 and L7H0 have 5 % (p = 0.3).", report) == (
-        '<a href="#L0H1">L0H1</a> and L7H0 have 5&nbsp;% (p&nbsp;=&nbsp;0.3).'
-    )
-
-
-def limits(report: Report) -> list[str]:
-    """What the page says of this report that it does not show."""
-    section = report_page(report).partition('id="limits"')[2].partition("<li>Whether one head")[0]
-    return re.findall(r"<li>([^<]*)</li>", section)
 
 
 def marks(axes: Any) -> list[tuple[str, float, float, float | None]]:
@@ -228,139 +205,86 @@ def test_changes_are_drawn_with_their_intervals(report: Report, causal: pd.DataF
         | {"delta_loss": float(i), "shift": 0.0} for i in range(4)
     ]  # fmt: skip
     given = {"causal": causal, "causal_prompts": report.declared["causal_prompts"].frame(books)}
-    figure = figures.loss_changes(Report(report.tables | given, report.provenance, (), report.exhibits))
+    figure = figures.loss_changes(Report(report.tables | given, report.provenance))
     (axes,) = figure.axes
     _, *intervals = [lines.get_segments() for lines in axes.collections]
     rows = causal[causal["family"] == "primary"].set_index(["sites", "variant"])
     ends = [rows.loc[place, ["delta_loss_low", "delta_loss_high"]].tolist() for place in PRIMARY]
     assert [segments[0][:, 0].tolist() for segments in intervals] == ends
-    expected, labels, values, tips = [], [], [], []
+    expected, values = [], []
     for place, (sites, variant) in enumerate(PRIMARY):
-        change, bold = rows.loc[(sites, variant), "delta_loss"], variant == "no_scaling"
-        opacity = 1.0 if bold else figures.PALENESS
+        change, significant = rows.loc[(sites, variant), "delta_loss"], variant == "no_scaling"
+        opacity = 1.0 if significant else figures.PALENESS
         expected += [("o", change, place, opacity), ("o", change / 2, place + 0.16, opacity)]
-        labels.append(f"{'Scaling frozen' if bold else 'Projection removed'}, {figures.SITES[sites]}")
-        values.append((f"{change:+.3f}", "bold" if bold else "normal"))
-        interval = f"{change:+.3f} nats/token (95 % CI {change - 0.02:+.3f} to {change + 0.03:+.3f})"
-        tips += [f"{labels[-1]}: {interval}"] * 2
-        tips.append(f"{labels[-1]}, loss-optimal constants: {change / 2:+.2g} nats/token")
-        if not place:
-            expected += [("|", 1.0, 0.3, None), ("|", 2.0, 0.3, None)]
-            tips += [f"{labels[-1]}, {book} alone: +{mean} nats/token" for book, mean in (("a", 1), ("b", 2))]
+        expected += [("|", 1.0, 0.3, None), ("|", 2.0, 0.3, None)] * (not place)  # means of the books
+        values.append((f"{change:+.3f}", "bold" if significant else "normal"))
     assert marks(axes) == expected
-    assert list(figure.tips.values()) == tips
-    sides = {
-        side: [(t.get_text(), t.get_weight()) for t in axes.texts if t.get_ha() == side] for side in ("left", "right")
-    }
-    assert sides == {"left": [(label, "normal") for label in labels], "right": values}
+    assert [(text.get_text(), text.get_weight()) for text in axes.texts if text.get_ha() == "right"] == values
     faces = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() == "o"]
     assert [face == "none" for face in faces] == [False, True] * len(PRIMARY), "loss-optimal constants are hollow"
     assert legend_of(figure) == ["mean constants", "loss-optimal constants", "one book", "pale: not significant"]
-    form = axes.xaxis.get_major_formatter()
-    assert (axes.get_xlabel(), form(0.0, 0), form(0.25, 0)) == ("change of the loss, nats/token", "0", "+0.25")
-    assert axes.get_ylim()[0] > len(PRIMARY) - 1 + 0.16
-    assert axes.get_ylim()[1] < -0.2
-    plain = figures.loss_changes(replace(report, tables=report.tables | {"causal": causal.assign(
-        delta_loss_optimal=math.nan, p=0.001, delta_loss_low=0.1, delta_loss_high=0.2)}))  # fmt: skip
-    assert legend_of(plain) == ["change, 95 % CI"]
-    nothing = figures.contrasts(
-        Report({"causal": causal.assign(delta_loss=0.0, delta_loss_low=0.0, delta_loss_high=0.0)})
-    )
-    untested = figures.contrasts(Report({"causal": causal.assign(p=math.nan)}))
-    assert [c.text for c in (nothing[0], untested[0])] == ["unchanged", "+0.300, not tested"]
-    assert not figures.contrasts(Report({"causal": causal.assign(delta_loss=math.nan)}))
+    assert axes.get_ylim()[0] > len(PRIMARY) - 0.84 > -0.2 > axes.get_ylim()[1]
+    for values, text in (
+        ({"delta_loss": 0.0, "delta_loss_low": 0.0, "delta_loss_high": 0.0}, ["unchanged"]),
+        ({"p": math.nan}, ["+0.300, not tested"]), ({"delta_loss": math.nan}, []),
+    ):  # fmt: skip
+        assert [c.text for c in figures.contrasts(Report({"causal": causal.assign(**values)}))[:1]] == text
 
 
 def test_each_panel_over_training_shows_the_changes_of_its_edit(report: Report) -> None:
     figure = figures.loss_over_training({"run": [(0, report), (1000, report), (100, Report())]})
     changes = report.causal[report.causal["sites"] == "all"].set_index("variant")["delta_loss"]
-    titles, tips = [], []
     for axes, variant in zip(figure.axes, ("no_scaling", "no_projection"), strict=True):
         assert axes.lines[0].get_ydata() == [0, 0]
         assert axes.lines[1].get_xydata().tolist() == [[0, changes[variant]], [1000, changes[variant]]]
         assert [mark[1:3] for mark in marks(axes)] == [(step, round(changes[variant], 6)) for step in (0, 1000)]
         assert axes.xaxis.get_transform().linthresh == 100
-        titles.append(axes.get_title("left"))
-        tips += [f"run, step {step}: {changes[variant]:+.2g}" for step in (0, 1000)]
-    assert titles == ["scaling frozen", "projection removed"]
-    assert list(figure.tips.values()) == tips
-    assert (figure.axes[1].get_xlabel(), figure.get_supylabel()) == ("training step", "change of the loss, nats/token")
 
 
 def test_norms_and_keys_are_drawn_over_the_depth(report: Report) -> None:
-    norms, figure = report.layernorms, figures.norms_over_depth(report)
-    tips = []
-    for axes, column in zip(figure.axes, ("projected_share", "sigma_mean"), strict=True):
+    norms = report.layernorms
+    for axes, column in zip(figures.norms_over_depth(report).axes, ("projected_share", "sigma_mean"), strict=True):
         assert axes.lines[0].get_xydata().tolist() == [[i, value] for i, value in enumerate(norms[column])]
         assert [mark[1:3] for mark in marks(axes)] == [(i, round(value, 6)) for i, value in enumerate(norms[column])]
-        assert axes.get_yscale() == "log"
-        tips += [
-            f"{row.site}, read by {row.reads}: projects {percent(row.projected_share)} ({row.angle_to_ones_deg:.1f}° "
-            f"to all-ones); sigma {row.sigma_mean:.3g} ± {percent(row.sigma_cv)}, length {row.input_norm:.3g}"
-            for row in norms.itertuples()
-        ]
-    assert list(figure.tips.values()) == tips
-    assert [axes.yaxis.get_major_formatter()(0.5, 0) for axes in figure.axes] == ["50 %", "0.5"]
-    names = [site.removeprefix("blocks.") for site in norms["site"]]
-    assert [label.get_text() for label in figure.axes[1].get_xticklabels()] == names
-    many = replace(report, tables=report.tables | {"layernorms": pd.concat([norms] * 10, ignore_index=True)})
-    assert figures.norms_over_depth(many).axes[1].get_xticks().tolist() == list(range(0, 50, 3))  # at most 24
-    inside = replace(
-        report, tables=report.tables | {"layernorms": norms.assign(reads=["query", "key", *norms["reads"][2:]])}
-    )
-    assert len(marks(figures.norms_over_depth(inside).axes[0])) == 3, "norms inside attention are not of the stream"
+        assert axes.yaxis.get_major_formatter()(0.5, 0) == ("50 %" if column == "projected_share" else "0.5")
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == [site.removeprefix("blocks.") for site in norms["site"]]
+    for changed, ticks in (
+        (pd.concat([norms] * 10, ignore_index=True), list(range(0, 50, 3))),  # at most 24
+        (norms.assign(reads=["query", "key", *norms["reads"][2:]]), [0, 1, 2]),  # heads, and not the stream
+    ):
+        one = replace(report, tables=report.tables | {"layernorms": changed})
+        assert figures.norms_over_depth(one).axes[1].get_xticks().tolist() == ticks
 
-    figure, tips = figures.keys_over_depth(report), []
-    baselines = {
-        "unselectable": (report.provenance["selectability"]["random_unselectable"], "random directions"),
-        "attainable_median": (1 / report.provenance["selectability"]["keys_per_prompt"], "uniform attention"),
-    }
-    for axes, (column, (baseline, name)) in zip(figure.axes, baselines.items(), strict=True):
+    figure, about = figures.keys_over_depth(report), report.provenance["selectability"]
+    baselines = {"unselectable": about["random_unselectable"], "attainable_median": 1 / about["keys_per_prompt"]}
+    for axes, (column, baseline) in zip(figure.axes, baselines.items(), strict=True):
         places, lines = [], []
-        for shift, variant, label in ((-0.1, "intact", "intact"), (0.1, "no_scaling", "scaling frozen")):
+        for shift, variant in ((-0.1, "intact"), (0.1, "no_scaling")):
             for layer, of_heads in report.heads[report.heads["variant"] == variant].groupby("layer")[column]:
-                low, middle, high = of_heads.min(), of_heads.median(), of_heads.max()
-                places.append((layer + shift, round(middle, 6)))
-                lines.append([[layer + shift, low], [layer + shift, high]])
-                ends = f"median head {percent(middle)}, heads {percent(low)} to {percent(high)}"
-                tips.append(f"layer {layer}, {label}: {ends}")
-        tips.append(f"{name}: {percent(baseline)}")
+                places.append((layer + shift, round(of_heads.median(), 6)))
+                lines.append([[layer + shift, of_heads.min()], [layer + shift, of_heads.max()]])
         assert [mark[1:3] for mark in marks(axes)] == places
         assert [collection.get_segments()[0].tolist() for collection in axes.collections] == lines
         assert axes.lines[-1].get_ydata() == [baseline, baseline]
-        assert axes.get_ylim()[0] == 0 < axes.get_ylim()[1]
-        assert report.heads[column].max() < axes.get_ylim()[1]
-        assert axes.yaxis.get_major_formatter()(0.25, 0) == "25 %"
-    assert list(figure.tips.values()) == tips
-    assert sorted(legend_of(figure)) == sorted(["intact", "scaling frozen", "random directions", "uniform attention"])
-    assert figure.axes[1].get_xticks().tolist() == [0, 1]
-    assert figure.axes[1].get_xlim() == (-0.5, 1.5)
-    verdicts = report.heads.assign(attainable_median=math.nan)
-    assert len(figures.keys_over_depth(replace(report, tables=report.tables | {"heads": verdicts})).axes) == 1
+        assert axes.get_ylim()[0] == 0 <= report.heads[column].max() < axes.get_ylim()[1]
+    assert axes.get_xticks().tolist() == [0, 1]
+    assert axes.get_xlim() == (-0.5, 1.5)
 
 
 def test_a_figure_becomes_svg_of_the_pages_colours() -> None:
     figure = figures.Figure((3, 1))
-    axes = figure.subplots()
-    (line,) = axes.plot([0, 1], [0, 1], color=figures.BLUE)
+    (line,) = figure.subplots().plot([0, 1], [0, 1], color=figures.BLUE)
     figure.point_out(line, "a < b")
     text = figures.svg(figure, "one", "A & B")
     assert text == figures.svg(figure, "one", "A & B")
     assert '<g class="tip"><title>a &lt; b</title>' in text
-    assert '<title id="one-title">A &amp; B</title>' in text
     assert f"var(--c-blue, {figures.BLUE})" in text
-    assert "currentColor" in text
     assert f"--legible:{3 * 72 * 11 / 9:.0f}px" in text  # its smallest text, 9 units, is 11 pixels high
-    assert not re.search(r' (?:d|x|y)="[^"]*\.\d{3}', text)
-    assert set(re.findall(r'(?:url\(|href=")#(\w+)-', text)) == {"one"}
-    png, size = figure._repr_png_()
-    width, height = (int.from_bytes(png[i : i + 4]) for i in (16, 20))
-    assert (width, height) == (2 * size["width"], 2 * size["height"])
-    assert width / height == 3
     long = "a$" + "x" * 40 + "yz"
-    assert figures.axis_text("a$b") == r"a\$b"
-    assert len(figures.axis_text(long)) <= figures.LABEL + 1
-    assert (figures.axis_text(long)[:3], figures.axis_text(long)[-3:]) == (r"a\$", "xyz")
+    assert (
+        figures.axis_text(long) == r"a\$" + "x" * (figures.LABEL // 2 - 3) + "…" + "x" * (figures.LABEL // 2 - 2) + "yz"
+    )
 
 
 def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
@@ -377,9 +301,6 @@ def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     both_ways = replace(report, exhibits=Exhibits(replace(shown, causal=False)))
     content = unpacked(attention.attention_data(both_ways)["data"])
     assert np.array_equal(content["intact"].reshape(shown.intact.shape), shown.intact)
-    sizes = [attention.attention_data(one) for one in (report, cut(report, 128, 2, 512))]
-    said = [("Prompt 0, all 24 tokens", ""), ("Prompt 0, the first 128 of 512 tokens", "large")]
-    assert [(data["attention"], data["size"]) for data in sizes] == said
 
 
 def test_the_text_is_coloured_by_the_change_of_each_tokens_loss(report: Report) -> None:
@@ -393,9 +314,6 @@ def test_the_text_is_coloured_by_the_change_of_each_tokens_loss(report: Report) 
     assert data["colored_about"].startswith("the first 128 tokens of prompt 3, ")
     assert unpacked(data["colored"])["full"] == 1
     assert len(unpacked(data["colored"])["values"]) == 128
-    for nothing in (None, losses.assign(no_scaling=math.nan)):
-        one = replace(report, exhibits=Exhibits(token_losses=nothing))
-        assert attention.token_data(one) == {"colored": None}
 
 
 def test_attention_of_a_head(report: Report, tmp_path: Path) -> None:
@@ -489,12 +407,8 @@ def test_an_index_of_checkpoints_is_drawn_over_training(report: Report) -> None:
     runs = [IndexEntry(f"m step {s}", f"{s}/report.html", named(report, "m", s)) for s in (0, 10)]
     assert 'id="training"' in index_page(runs)
     assert 'id="training"' not in index_page(runs[:1])
-    many = [IndexEntry(f"m{n}", f"{n}/report.html", named(report, f"m{n}")) for n in range(8)]
-    html = index_page(many)
-    assert html.count('class="heads"') == MAPS < len(many)
     assert short_names(["/x/run step 5", "/x/run step 10", "gpt2"]) == ["run step 5", "run step 10", "gpt2"]
     assert short_names(["/x/a/run", "/x/b/run", "o/m"]) == ["a/run", "b/run", "o/m"]
-    assert short_names(["/x/run", "run"]) == ["/x/run", "run"]
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -502,21 +416,10 @@ def test_the_forest_plot_shows_the_numbers_of_its_first_models(
     most: int, report: Report, causal: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "ROWS", most)
-    points = replace(report, provenance={**report.provenance, "loss": {"unit": "points"}}, tables={"causal": causal})
-    figure = figures.forest(["a", "b"], [points, Report()])
-    (axes,) = figure.axes
-    pale = figures.PALENESS
-    assert marks(axes) == [("o", 0.3, 0.0, 1.0), ("o", -0.01, 0.2, pale)]
-    ends = [
-        "scaling frozen: +0.300 (95 % CI +0.280 to +0.330)",
-        "projection removed: -0.010 (95 % CI -0.030 to +0.020)",
-    ]
-    assert list(figure.tips.values()) == [f"a, {text}" for text in ends for _ in (0, 1)]
+    (axes,) = figures.forest(["a", "b"], [replace(report, tables={"causal": causal}), Report()]).axes
+    assert marks(axes) == [("o", 0.3, 0.0, 1.0), ("o", -0.01, 0.2, figures.PALENESS)]
     texts = [("a", "normal"), ("+0.300", "bold"), ("b", "normal"), ("not measured", "normal")][: 2 * most]
     assert [(text.get_text(), text.get_weight()) for text in axes.texts] == texts
-    assert legend_of(figure) == ["scaling frozen", "projection removed", "pale: not significant"]
-    units = "points" if most == 1 else "nats/token or points"
-    assert axes.get_xlabel() == f"change of the loss, {units}"
 
 
 def test_hostile_names_in_pages_without_scripts(report: Report, tmp_path: Path) -> None:
@@ -526,20 +429,6 @@ def test_hostile_names_in_pages_without_scripts(report: Report, tmp_path: Path) 
     for html in (index_page(entries), cell, both, lab_page(tmp_path, dict.fromkeys(HOSTILE, 1.0))):
         assert not Page(html).acts()
         assert not [c for c in UNSEEN if c in html]
-
-
-def test_scripts_and_data_of_a_page() -> None:
-    values = [1, 2.5, None, True, np.int64(3), np.float32(0.5), math.nan, "x", (4,)]
-    arrays = [np.arange(5, dtype=np.uint8), np.ones((2, 2), np.uint8)]
-    content = unpacked(packed({"values": values, "arrays": arrays, 7: {}}))
-    assert content["values"] == [1, 2.5, None, True, 3, 0.5, None, "x", [4]]
-    assert [array.tolist() for array in content["arrays"]] == [[0, 1, 2, 3, 4], [1, 1, 1, 1]]
-    assert content["7"] == {}
-    with pytest.raises(TypeError, match="set"):
-        packed({1})
-    digest = base64.b64encode(hashlib.sha256(b"run()").digest()).decode()
-    assert f"script-src 'sha256-{digest}' 'sha256-" in policy("run()", "")
-    assert "script-src 'none';" in policy()
 
 
 def test_a_lab_page_holds_its_pictures(tmp_path: Path) -> None:
