@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -73,12 +72,6 @@ def test_statistics_are_those_of_numpy() -> None:
     assert row["reconstruction_error"] == pytest.approx(gathered.error / np.sqrt((y**2).mean()), rel=1e-9, abs=0.0)
     total = site.decompose(prompts[1]).total()
     assert gathered.error == pytest.approx(float((site.module(prompts[1]) - total).abs().max()), abs=1e-14)
-
-
-def test_nothing_has_no_statistics() -> None:
-    row = NormStatistics(norm_of()).row()
-    assert row.pop("n") == 0
-    assert all(math.isnan(row[name]) for name in row.keys() - {"site", "layer", "reads"})
 
 
 def test_one_position_has_sigma_at_position_0_alone() -> None:

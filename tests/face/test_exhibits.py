@@ -78,18 +78,6 @@ def test_heads_that_were_asked_for() -> None:
     assert (both_ways.causal, both_ways.heads, both_ways.intact.shape) == (False, (0, 1, 2, 3), (2, 4, 3, 3))
 
 
-def test_of_a_large_model_evenly_spaced_layers_are_shown(
-    long_model: Any, long_prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    how: dict[str, Any] = {"probes": ["uniformity"], "progress": False}
-    whole = ln_probe.analyze(long_model, long_prompts[2:], **how).exhibits.attention
-    monkeypatch.setattr("ln_probe.exhibits.BUDGET", 2 * 2 * 2 * 5**2)  # two layers of two heads, intact and frozen
-    exhibits = ln_probe.analyze(long_model, long_prompts[2:], **how).exhibits
-    assert (exhibits.attention.layers, exhibits.notes) == ((0, 2), ("attention is shown for 2 of 3 layers",))
-    assert np.array_equal(exhibits.attention.intact, whole.intact[[0, 2]])
-    assert np.array_equal(exhibits.attention.frozen, whole.frozen[[0, 2]])
-
-
 @pytest.mark.parametrize(("layers", "heads", "length"), [(12, 12, 512), (4, 16, 128), (48, 25, 1024), (200, 64, 90)])
 def test_what_is_stored_is_bounded(layers: int, heads: int, length: int) -> None:
     recorder = AttentionRecorder([["a"] * length], range(layers), range(heads))

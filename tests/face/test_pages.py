@@ -272,21 +272,6 @@ def test_norms_and_keys_are_drawn_over_the_depth(report: Report) -> None:
     assert axes.get_xlim() == (-0.5, 1.5)
 
 
-def test_a_figure_becomes_svg_of_the_pages_colours() -> None:
-    figure = figures.Figure((3, 1))
-    (line,) = figure.subplots().plot([0, 1], [0, 1], color=figures.BLUE)
-    figure.point_out(line, "a < b")
-    text = figures.svg(figure, "one", "A & B")
-    assert text == figures.svg(figure, "one", "A & B")
-    assert '<g class="tip"><title>a &lt; b</title>' in text
-    assert f"var(--c-blue, {figures.BLUE})" in text
-    assert f"--legible:{3 * 72 * 11 / 9:.0f}px" in text  # its smallest text, 9 units, is 11 pixels high
-    long = "a$" + "x" * 40 + "yz"
-    assert (
-        figures.axis_text(long) == r"a\$" + "x" * (figures.LABEL // 2 - 3) + "…" + "x" * (figures.LABEL // 2 - 2) + "yz"
-    )
-
-
 def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     shown = report.exhibits.attention
     content = unpacked(attention.attention_data(report)["data"])
