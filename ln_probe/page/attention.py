@@ -144,7 +144,7 @@ def head_map(report: Report) -> HeadMap:
     unit, steps = unit_of(report.provenance), STEPS
     if unit != NATS:
         largest = max((abs(v) for row in rows.values() if math.isfinite(v := _value(row))), default=1.0)
-        steps = tuple(step * largest / STEPS[-1] for step in STEPS)
+        steps = tuple(largest * (step / STEPS[-1]) for step in STEPS)
     unchanged = heads_unchanged(report.provenance)
     unmeasured = "no change" if unchanged else "not measured"
     grid = tuple(

@@ -159,7 +159,7 @@ def loss_changes(report: Report) -> Figure:
             about = f"{row.label}, loss-optimal constants: {interval(row.optimal, unit)}"
             _mark(figure, axes, place + 0.16, row, about, optimal=True)
         for name, value in row.strata.items():
-            (tick,) = axes.plot(value, place + 0.3, "|", ms=6, mew=1.3, color=SOFT)
+            (tick,) = axes.plot(value, place + 0.3, "|", color=SOFT)
             figure.point_out(tick, f"{row.label}, {name} alone: {value:+.3g} {unit}")
     optimal = any(np.isfinite(row.optimal[0]) for row in rows)
     keys = [("o", SOFT, "mean constants" if optimal else "change, 95 % CI")]
@@ -201,7 +201,7 @@ def loss_over_training(runs: Mapping[str, Sequence[tuple[int, Report]]]) -> Figu
     figure = Figure(figsize=(WIDTH, 0.4 + 1.7 * len(edits)), layout="constrained")
     for axes, variant in zip(figure.subplots(len(edits), 1, sharex=True, squeeze=False)[:, 0], edits, strict=True):
         _dress(axes, variant.label)
-        axes.axhline(0, color=GRID, lw=1)
+        axes.axhline(0, color=GRID)
         for name, reports in runs.items():
             points = [
                 (step, *c.change)
@@ -214,7 +214,7 @@ def loss_over_training(runs: Mapping[str, Sequence[tuple[int, Report]]]) -> Figu
                 axes.fill_between(steps, low, high, color=COLORS[variant.name], alpha=0.15, lw=0)
                 axes.plot(steps, value, "-", color=COLORS[variant.name])
                 for point in points:
-                    (dot,) = axes.plot(*point[:2], "o", ms=4, color=COLORS[variant.name])
+                    (dot,) = axes.plot(*point[:2], "o", color=COLORS[variant.name])
                     figure.point_out(dot, f"{name}, step {point[0]}: {interval(point[1:])}")
         later = [step for reports in runs.values() for step, _ in reports if step > 0]
         axes.set_xscale("symlog", linthresh=max(1.0, min(later, default=1.0)))
@@ -236,7 +236,7 @@ def _rows(texts: Sequence[tuple[str, str, bool]]) -> tuple[Figure, mpl.axes.Axes
     axes.set_ylim(max(1, len(texts)) - 0.5, -0.75)
     axes.set_yticks([])
     rows = np.arange(max(1, len(texts)))
-    axes.vlines(0 * rows, rows - 0.14, rows + 0.4, color=SOFT, lw=1.2)
+    axes.vlines(0 * rows, rows - 0.14, rows + 0.4, color=SOFT)
     axes.spines[["top", "right", "left"]].set_visible(False)
     return figure, axes
 
@@ -247,9 +247,9 @@ def _mark(
     value, low, high = row.optimal if optimal else row.change
     style: dict[str, Any] = {"color": COLORS[row.variant.name], "alpha": 1.0 if row.significant else PALENESS}
     if np.isfinite([low, high]).all():
-        figure.point_out(axes.hlines(place, low, high, lw=1.6, **style), about)
+        figure.point_out(axes.hlines(place, low, high, **style), about)
     face = "none" if optimal else COLORS[row.variant.name]
-    (dot,) = axes.plot(value, place, "o", ms=5.5, markerfacecolor=face, **style)
+    (dot,) = axes.plot(value, place, "o", markerfacecolor=face, **style)
     figure.point_out(dot, about)
 
 
@@ -264,7 +264,7 @@ def _finish_rows(figure: Figure, axes: mpl.axes.Axes, unit: str, keys: Sequence[
         style: dict[str, Any] = {"color": SOFT if face in ("none", PALE) else face, "markerfacecolor": face}
         if face == PALE:
             style = {"color": SOFT, "alpha": PALENESS}
-        handles.append(mpl.lines.Line2D([], [], ls="", marker=marker, ms=5, label=label, **style))
+        handles.append(mpl.lines.Line2D([], [], ls="", marker=marker, label=label, **style))
     if handles:
         figure.legend(handles=handles, frameon=False, fontsize=SMALLEST, loc="outside lower left", ncols=2)
 
@@ -291,9 +291,9 @@ def norms_over_depth(report: Report) -> Figure:
         _dress(axes, label)
         axes.set_yscale("log")
         values = rows[column].clip(lower=1e-12)
-        axes.plot(place, values, "-", color=color, lw=1)
+        axes.plot(place, values, "-", color=color)
         for at, row in enumerate(rows.to_dict("records")):
-            (dot,) = axes.plot(at, values.iloc[at], "o", ms=5, color=color)
+            (dot,) = axes.plot(at, values.iloc[at], "o", color=color)
             angle, share = f"{row['angle_to_ones_deg']:.1f}° to all-ones", percent(float(row["projected_share"]))
             sigma = f"sigma {row['sigma_mean']:.3g} ± {percent(row['sigma_cv'])}, length {row['input_norm']:.3g}"
             figure.point_out(dot, f"{row['site']}, read by {row['reads']}: projects {share} ({angle}); {sigma}")
@@ -328,14 +328,14 @@ def keys_over_depth(report: Report) -> Figure:
                 continue
             style: dict[str, Any] = {"color": COLORS[variant.name]}
             for layer, low, middle, high in values.agg(["min", "median", "max"]).itertuples():
-                axes.vlines(layer + shift, low, high, lw=1.2, alpha=0.6, **style)
-                (dot,) = axes.plot(layer + shift, middle, MARKERS[variant.name], ms=5, **style)
+                axes.vlines(layer + shift, low, high, **style)
+                (dot,) = axes.plot(layer + shift, middle, MARKERS[variant.name], **style)
                 ends = f"median head {percent(middle)}, heads {percent(low)} to {percent(high)}"
                 figure.point_out(dot, f"layer {layer}, {variant.label}: {ends}")
-            axes.plot([], [], MARKERS[variant.name], ms=5, label=variant.label, **style)
+            axes.plot([], [], MARKERS[variant.name], label=variant.label, **style)
         baseline = about.get(source)
         if baseline is not None:
-            line = axes.axhline(baseline, color=INK, ls=dashes, lw=1.3, label=name)
+            line = axes.axhline(baseline, color=INK, ls=dashes, label=name)
             figure.point_out(line, f"{name}: {percent(baseline)}")
         axes.set_ylim(0, max(0.01, 1.05 * axes.get_ylim()[1]))
         axes.yaxis.set_major_formatter(lambda value, _place: f"{100 * value:.3g} %")
@@ -362,7 +362,6 @@ def _dress(axes: mpl.axes.Axes, title: str) -> None:
     axes.set_title(title, fontsize=SMALLEST, loc="left")
     axes.tick_params(labelsize=SMALLEST)
     axes.grid(axis="y", color=GRID, alpha=0.35)
-    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 

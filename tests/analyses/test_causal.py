@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from ln_probe.analyses.probes import causal, edited_passes
 from ln_probe.analyses.probes.causal import Causal, norm_estimates, over_groups
 from ln_probe.analyses.probes.statistics import holm, infer_mean
 from ln_probe.hooks import without
-from ln_probe.hooks.constants import Constant
+from ln_probe.hooks.constants import Constant, fit
 from ln_probe.hooks.edits import GROUPS
 from ln_probe.hooks.norm_edits import NormEdit
 from ln_probe.hooks.norms import find_norms
+from ln_probe.hooks.task import Objective
 from ln_probe.report import Report
 
 PROMPTS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7])]
@@ -77,6 +79,9 @@ def test_primary_contrasts_are_run_with_one_constant_and_with_loss_optimal_ones_
     report = measured(model, optimal=True)
     rows = report.causal.set_index(["sites", "variant"])
     primary = [("attention", "no_scaling"), ("all", "no_scaling")]
+    for prompt, others in ((0, PROMPTS[1:2]), (1, PROMPTS[::2])):  # of the other half of the prompts
+        optimal = fit(model, find_norms(model), others, start=report.constants.pooled, objective=Objective())
+        assert report.constants.optimal_of("all", prompt) == optimal
     for column, scale in (("uniform", lambda n, _s: {k: c.uniform for k, c in report.constants.of(n).items()}),
                           ("optimal", lambda n, s: report.constants.optimal_of(s, n))):  # fmt: skip
         assert list(rows.index[rows[f"delta_loss_{column}"].notna()]) == primary
@@ -98,9 +103,22 @@ def test_what_cannot_change_is_not_run_and_says_so() -> None:
     pd.testing.assert_series_equal(one.loc[list(GROUPS), "loss"], two["loss"])
 
 
-def test_intervals_are_of_prompt_groups_and_include_the_constants() -> None:
-    """Against plain numpy: the influence of a group's sigma on the constants of the others, to first order."""
-    model, prompts = make_bridge("gpt2", torch.float64), drawn(16)
+def test_intervals_are_of_prompt_groups_and_include_the_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against plain numpy: the influence of a group's sigma on the constants of the others, to first order.
+
+    Slopes are means over a few prompts, evenly spread.
+    """
+    model, prompts, some = make_bridge("gpt2", torch.float64), drawn(16), [0, 5, 10, 15]
+    changes: dict[tuple[int, str], float] = {}
+    holds = causal._Watching._holds
+
+    def checked(watching: Any, row: Any, tokens: torch.Tensor, *rest: Any) -> float:
+        prompt = next(i for i, other in enumerate(prompts) if torch.equal(other, tokens))
+        changes[prompt, row.sites] = rest[-1]
+        return holds(watching, row, tokens, *rest)
+
+    monkeypatch.setattr(causal, "GRADIENT_PROMPTS", len(some))
+    monkeypatch.setattr(causal._Watching, "_holds", checked)
     report = measured(model, prompts, probe=Causal(single_norms=False))
     constants, rows = report.constants, report.causal.set_index(["sites", "variant"])
     by_prompt = report.tables["causal_prompts"].set_index(["sites", "variant"])
@@ -108,7 +126,11 @@ def test_intervals_are_of_prompt_groups_and_include_the_constants() -> None:
     assert (plain["shift"] == 0).all()
     assert frozen["shift"].sum() == pytest.approx(0.0, abs=1e-9)
     slopes = np.zeros((len(constants.sites), 2))
-    for prompt, tokens in enumerate(prompts):  # derivatives by the constants, by central differences
+    assert {prompt for prompt, _ in changes} == set(some)
+    assert frozen.set_index("prompt")["delta_loss"][some].mul(8).tolist() == pytest.approx(
+        [changes[i, "all"] for i in some]
+    )
+    for prompt in some:  # derivatives by the constants, by central differences
         for site, name in enumerate(constants.sites):
             for kind in (0, 1):
                 ends = []
@@ -117,11 +139,11 @@ def test_intervals_are_of_prompt_groups_and_include_the_constants() -> None:
                     pairs[name][kind] += step
                     scale = {n: Constant(*pair) for n, pair in pairs.items()}
                     with without(model, "scaling", sites="all", scale=scale):
-                        ends.append(loss_sum(model, tokens))
+                        ends.append(loss_sum(model, prompts[prompt]))
                 slopes[site, kind] += (ends[0] - ends[1]) / 2e-5
-    counts = constants.counts.sum(0)
-    pooled = constants.sums.sum(0) / counts
-    shift = ((constants.sums - pooled * constants.counts) * (slopes / counts)).sum((1, 2))
+    pooled = constants.sums.sum(0) / constants.counts.sum(0)
+    centered = constants.sums - pooled * constants.counts
+    shift = (centered * (slopes / constants.counts[some].sum(0))).sum((1, 2))
     np.testing.assert_allclose(frozen["shift"], shift, rtol=1e-3, atol=1e-6)
     tokens = frozen["n"].to_numpy(float)
     inference = infer_mean(frozen["delta_loss"].to_numpy() * tokens + shift, tokens)
@@ -130,6 +152,31 @@ def test_intervals_are_of_prompt_groups_and_include_the_constants() -> None:
     inference = infer_mean(plain["delta_loss"].to_numpy() * tokens, tokens)
     row = rows.loc[("mlp", "no_scaling")]
     assert (row["delta_loss_low"], row["equivalence_bound"]) == pytest.approx((inference.low, inference.bound))
+
+
+@pytest.mark.parametrize(("change", "after", "expected"), [
+    (-1.2, 0.0, 1.0), (1.2, 0.0, 1.0),  # the derivative promises no more than freezing itself changes
+    (-0.5, 7.55, 0.5), (0.5, 6.45, 0.5), (-0.5, 99.0, 1.0), (0.5, math.nan, 1.0),
+])  # fmt: skip
+def test_a_derivative_that_promises_more_is_checked(change: float, after: float, expected: float) -> None:
+    """By a step of one standard error of each constant, up the slope; no constant falls below its half."""
+    seen: list[Any] = []
+
+    def edited(_row: Any, _tokens: Any, pairs: Any) -> torch.Tensor:
+        seen.append(pairs["n"].tolist())
+        return torch.tensor(after, dtype=torch.float64)
+
+    watching: Any = SimpleNamespace(_edited_loss=edited, run=SimpleNamespace(
+        constants=SimpleNamespace(standard_errors={"n": (0.1, 0.2)})))  # fmt: skip
+    tokens, slopes, constants = torch.arange(2), {"n": (3.0, -4.0)}, {"n": Constant(1.0, 0.3)}
+    holds = causal._Watching._holds(watching, None, tokens, constants, slopes, 7.0, change)  # type: ignore[arg-type]
+    assert holds == pytest.approx(expected)
+    assert seen == ([] if abs(change) > 1 else [pytest.approx([1.1, 0.15])])
+
+
+def test_constants_of_other_text_add_nothing_to_intervals() -> None:
+    report = measured(lab(), calibration=drawn(2), probe=Causal(single_norms=False))
+    assert (report.tables["causal_prompts"]["shift"] == 0).all()
 
 
 def test_primary_contrasts_and_exploratory_families_are_adjusted_apart() -> None:
@@ -276,13 +323,15 @@ def test_of_a_large_model_the_largest_on_odd_prompts_are_run_on_the_even_ones(mo
         mine = by_prompt[by_prompt["sites"] == sites]
         assert mine["prompt"].tolist() == list(range(0, 18, 2))
         assert run.loc[sites, "delta_loss"] == pytest.approx(mine["delta_loss"].mean())
-    estimates = {name: [] for name in rows.index}
-    constants = report.constants
-    for prompt in range(1, 18, 2):
+    constants, estimates = report.constants, {}
+    for prompt in range(18):
         edits = {n.name: NormEdit.of(n, "no_scaling", constants.of(prompt)[n.name].pair) for n in find_norms(model)}
         for name, terms in norm_estimates(model, prompts[prompt], edits).items():
-            estimates[name].append(terms)
-    sizes = {name: np.abs(np.sum(terms, 0)).sum() for name, terms in estimates.items()}
+            estimates.setdefault(name, []).append(terms)
+    sizes = {name: np.abs(np.sum(terms[1::2], 0)).sum() for name, terms in estimates.items()}
+    for table, first in ((every, edited_passes.ESTIMATED_PROMPTS), (rows, 18)):
+        for name, terms in estimates.items():
+            assert table.loc[name, "estimate"] == pytest.approx(np.sum(terms[:first]) / (8 * first), rel=1e-4)
     assert set(run.index) == set(sorted(sizes, key=lambda name: -sizes[name])[:2])
     assert any("2 of 5 norms" in note for note in report.notes)
     exact = measured(model, prompts, probe=Causal(every_norm=True)).causal.set_index("sites")

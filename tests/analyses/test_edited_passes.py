@@ -117,6 +117,10 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
         model.unembed.W_U[0, 0] = float("nan")
     with pytest.raises(ActivationError, match="position 0"):
         EditedPasses(model, Objective(), TOKENS)
+    logits = torch.zeros(4, 5)
+    logits[2, 3] = torch.inf
+    with pytest.raises(ActivationError, match="position 2"):
+        edited_passes.check_logits(logits)
 
 
 def test_what_is_affordable_grows_with_parts_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +131,9 @@ def test_what_is_affordable_grows_with_parts_and_tokens(monkeypatch: pytest.Monk
     assert is_affordable(model, 6, [TOKENS])
     assert is_affordable(model, 3, [TOKENS, TOKENS])
     assert not is_affordable(model, 7, [TOKENS])
+    monkeypatch.setattr(edited_passes, "device_of", lambda _: torch.device("cuda"))
+    most = int(6 * edited_passes.GPU_FACTOR)
+    assert [is_affordable(model, parts, [TOKENS]) for parts in (most, most + 1)] == [True, False]
 
 
 def test_the_largest_sums_of_sizes_are_chosen() -> None:

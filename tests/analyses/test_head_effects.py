@@ -155,12 +155,18 @@ def test_rows_a_pass_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     pd.testing.assert_frame_equal(measured(lab().double()).head_effects, at_once.head_effects, rtol=1e-9)
 
 
-def test_models_without_a_loss_or_norms() -> None:
+def test_models_without_a_loss_or_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     for model, said in ((make_bridge("bert"), "attention is bidirectional"), (lab(norm=None), "")):
         report = ln_probe.analyze(model, PROMPTS, probes=("head_effects",), progress=False)
         assert not len(report.head_effects)
         assert any(f"head_effects: nothing was measured: {said}" in n for n in report.notes) == bool(said)
         assert not report.failures
+
+    def fails(_: object) -> None:
+        raise ValueError("attention has no outputs of heads")
+
+    monkeypatch.setattr(head_effects._Watching, "check", fails)
+    assert any("nothing was measured: attention has no outputs" in note for note in measured(lab()).notes)
 
 
 def test_heads_layers_and_variants_that_are_asked_for() -> None:

@@ -47,6 +47,12 @@ def test_every_key_has_a_row_and_heads_are_summed_up_from_them() -> None:
         head = heads.set_index(["layer", "head", "variant"]).loc[place]
         assert head["unselectable"] == (rows["verdict"] == "unselectable").mean()
         assert head["attainable_median"] == rows["attainable"].median()
+        assert head["margin_median"] == rows[["margin_lower", "margin_upper"]].mean(axis=1).median()
+        assert head["pattern_max_median"] == rows["pattern_max"].median()
+        assert head["unreachable"] == 1 - rows["reachable"].astype(float).mean()
+        assert rows["prompt"].tolist() == [0] * 24 + [1] * 9
+        assert rows["position"].tolist() == [*range(24), *range(9)]
+        assert rows["token"].tolist() == [str(int(i)) for i in (*TOKENS, *TOKENS[:9])]
         assert head["n"] == len(rows) == 33
     assert len(heads) == 2 * 4 * 4
     assert heads.query("variant == 'no_projection'")[["margin_median", "attainable_median"]].isna().all(axis=None)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import make_bridge, make_hooked
+from small_models import norm_of
 from torch import Tensor
 
 import ln_probe
@@ -91,14 +92,44 @@ def test_a_planted_sink() -> None:
 
 
 def test_position_0_and_the_longest_other_token_are_always_there() -> None:
-    report = sinks_of(model_of(), torch.stack([TOKENS, TOKENS.roll(5)]))
-    assert report.sinks.groupby("prompt")["kind"].first().str.startswith("first").all()
-    assert report.sinks.groupby("prompt")["kind"].agg(lambda kinds: kinds.str.contains("longest").sum()).eq(1).all()
+    kinds = sinks_of(model_of(), torch.stack([TOKENS, TOKENS.roll(5)])).sinks.groupby("prompt")["kind"].agg("+".join)
+    assert (kinds.str.startswith("first") & kinds.str.count("longest").eq(1)).all()
     single = sinks_of(model_of(), torch.tensor([[3]]))
     assert single.sinks["kind"].tolist() == ["first"]
     assert single.sink_heads.empty
     short = sinks_of(model_of(), torch.tensor([[1, 2, 3], [4, 5, 6]]))
-    assert any("2 prompts of fewer than 8 tokens" in note for note in short.notes)
+    assert any(note.startswith("sinks: 2 prompts of fewer than 8 tokens") for note in short.notes)
+
+
+def test_rows_of_tokens_by_definition() -> None:
+    """Over the queries that see a position and another one, of all heads; lengths over all norms of the stream."""
+    model, prompts = model_of(3, positions="learned"), torch.stack([TOKENS, TOKENS.roll(5)])
+    sinks = sinks_of(model, prompts).sinks
+    _, cache = model.run_with_cache(prompts)
+    points = [f"blocks.{layer}.hook_resid_{at}" for layer in (0, 1) for at in ("pre", "mid")]
+    names = [s.name for s in find_norms(model)]
+    patterns = torch.cat([cache[f"blocks.{layer}.attn.hook_pattern"] for layer in (0, 1)], dim=1).double()
+    for row in sinks.itertuples():
+        inputs = torch.stack([cache[point][row.prompt].double() for point in (*points, "blocks.1.hook_resid_post")])
+        vectors = inputs - inputs.mean(-1, keepdim=True)
+        ratios = vectors.norm(dim=-1) / vectors.norm(dim=-1).median(dim=1, keepdim=True).values
+        first = max(1, row.position)
+        queries = torch.arange(first, LENGTH)
+        assert (row.n, row.token) == (LENGTH - first, str(int(prompts[row.prompt, row.position])))
+        assert row.received == pytest.approx(float(patterns[row.prompt, :, first:, row.position].mean()), rel=1e-5)
+        assert row.uniform == pytest.approx(float((1 / (queries + 1)).mean()))
+        assert row.length_ratio == pytest.approx(float(ratios[:, row.position].max()), rel=1e-5)
+        assert row.site == names[int(ratios[:, row.position].argmax())]
+        largest = vectors[ratios[:, row.position].argmax(), row.position].square()
+        shares, order = (largest / largest.sum()).sort(descending=True)
+        count = min(4, 1 + int((shares.cumsum(0) < 0.5).sum()))
+        shown = [f"{int(i)} ({100 * float(share):.0f} %)" for share, i in zip(shares[:4], order[:4], strict=True)]
+        assert ", ".join(shown).startswith(row.dimensions)
+        assert len(row.dimensions.split(", ")) >= count
+        if "longest" in row.kind:
+            assert row.length_ratio == pytest.approx(float(ratios[:, 1:].max()), rel=1e-5)
+    assert sinks["prompt"].is_monotonic_increasing
+    assert sinks.groupby("prompt")["position"].is_monotonic_increasing.all()
 
 
 def test_equal_attention_in_a_window_is_what_uniform_attention_gives() -> None:
@@ -174,6 +205,16 @@ def test_the_dimensions_of_a_massive_activation() -> None:
     assert row["site"] in ("blocks.1.ln1", "blocks.1.ln2", "ln_final")
 
 
+@pytest.mark.parametrize(("entry", "usual", "massive"), [(101, 0.1, True), (99, 0.09, False), (101, 0.102, False)])
+def test_massive_activations_as_they_are_defined(entry: float, usual: float, massive: bool) -> None:
+    """Above 100, and above 1000 times the median (Sun et al. 2024)."""
+    x = usual * torch.tensor([1.0, -1.0]).repeat(12, 8)
+    x[4, 3] = entry
+    sizes = TokenSizes()
+    sizes.add(norm_of(), x)
+    assert sizes.massive.tolist() == [massive and at == 4 for at in range(12)]
+
+
 def test_a_mask_of_rows_of_several_lengths_and_sizes_of_the_norms() -> None:
     model, rows = random_model(0), [prompt(0), prompt(0)[:-3], prompt(0)[: LEAST_TOKENS - 1]]
     for row in rows:
@@ -190,6 +231,8 @@ def test_a_mask_of_rows_of_several_lengths_and_sizes_of_the_norms() -> None:
     assert ratio[1, -3:].isnan().all()
     with pytest.raises(ValueError, match="whole numbers"):
         outlier_tokens(random_model(0), torch.rand(1, 4))
+    with pytest.raises(ValueError, match="normalization"):
+        outlier_tokens(make_hooked(normalization_type=None), TOKENS[None])
     with pytest.raises(TypeError, match="TransformerLens"):
         ln_probe.outlier_tokens(object(), torch.arange(4)[None])
 

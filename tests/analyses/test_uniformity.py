@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +78,13 @@ def test_entropy_sees_only_visible_keys() -> None:
     p = 1 / (1 + math.exp(2))
     assert float(ratio[1]) == pytest.approx(-(p * math.log(p) + (1 - p) * math.log(1 - p)) / math.log(2))
     assert float(ratio[2]) == pytest.approx(1.0)
+
+
+def test_sets_of_keys_are_those_that_one_query_sees() -> None:
+    for length, window, expected in ((20, 8, [(0, 4), (4, 12), (12, 20)]), (8, 8, [(0, 8)]), (5, None, [(0, 5)])):
+        layer: Any = SimpleNamespace(length=length, seen=SimpleNamespace(window=window))
+        sets = uniformity.AttentionLayer.key_sets.func(layer)
+        assert [(keys.start, keys.stop) for keys in sets] == expected
 
 
 def test_received_attention() -> None:

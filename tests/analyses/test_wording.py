@@ -12,6 +12,7 @@ import pytest
 from ln_probe.analyses.probes import tables, wording
 from ln_probe.analyses.probes.wording import NATS, QUESTIONS, findings, in_layers, loss_change
 from ln_probe.analyses.text import counted, number, percent, signed, with_interval
+from ln_probe.hooks.norm import SCALING_FROZEN
 from ln_probe.hooks.norms import layers_in_words
 
 EDIT = "Freezing scaling at every norm"
@@ -87,7 +88,7 @@ def test_the_five_questions_in_their_order() -> None:
         ("raises", "0.0020", "significant", "below 0.01"),
         ("3 of 4 heads", "64 prompts", "L1H6 +0.0079, L1H0 +0.0073, L1H8 +0.0005"),
         ("43.8 %", "50.0 %", "random keys: 11.4 %"),
-        ("over 30 %", "1 of 2", "55 %", "12 %", "20 %", "20 times", "'·b'", "12 times"),
+        ("over 30 %", "1 of 2", "55 %", "12 %", "20 %", "over 10 times", "20 times", "'·b'", "12 times"),
         ("80.0 %", "70.0 %", "90.0 % (L0H0)"),
     ]
     for text, words in zip(texts, figures, strict=True):
@@ -156,6 +157,25 @@ def test_heads_in_words(change: float, p: float, unit: str, text: str) -> None:
     effects = [{"layer": 0, "head": 0, "variant": "no_scaling", "delta_loss": change, "p": p, "n": 6}]
     found = findings(report_tables(head_effects=effects), {"loss": {"unit": unit}})
     assert text in next(finding.text for finding in found if finding.question == "heads")
+
+
+@pytest.mark.parametrize(("strata", "count"), [("ba", "two"), ("cab", "three"), ("dbca", "4"), ("abcdefg", "")])
+def test_means_of_a_few_books(strata: str, count: str) -> None:
+    """In the order of the prompts, over their tokens."""
+    prompts = [
+        {"prompt": i, "stratum": book, "sites": "all", "variant": "no_scaling", "delta_loss": 0.1 * i, "n": 1 + i % 5}
+        for i, book in enumerate(2 * strata)
+    ]
+    elsewhere = [row | {"sites": "mlp"} for row in prompts] + [row | {"variant": "no_projection"} for row in prompts]
+    table = report_tables(causal_prompts=prompts + elsewhere)["causal_prompts"]
+    means = wording.strata_means(table, "all", SCALING_FROZEN)
+    expected = {}
+    for book in strata if count else "":
+        rows = [row for row in prompts if row["stratum"] == book]
+        expected[book] = sum(row["delta_loss"] * row["n"] for row in rows) / sum(row["n"] for row in rows)
+    assert list(means.items()) == [(book, pytest.approx(mean)) for book, mean in expected.items()]
+    assert (f"these {count} books" in wording.strata_sentence(means)) == bool(count)
+    assert wording.strata_means(table[table["prompt"] < len(strata)], "all", SCALING_FROZEN) == {}, "a prompt a book"
 
 
 def test_layers_in_words() -> None:

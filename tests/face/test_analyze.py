@@ -3,6 +3,10 @@ losses of the user's own."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +19,8 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.probes.tables import TABLES
+from ln_probe.analyses.probes.uniformity import Uniformity
+from ln_probe.analyses.text import with_interval
 from ln_probe.hooks.task import Objective, ObjectiveError
 
 pytestmark = pytest.mark.lens
@@ -39,15 +45,15 @@ def test_layers_and_heads_are_a_selection_of_the_whole(gpt2: Any) -> None:
     assert set(part.layernorms["layer"]) == {1}
 
 
-def test_probes_fill_only_their_tables(gpt2: Any) -> None:
-    tokens = torch.arange(1, 17)[None]
-    only = ln_probe.analyze(gpt2, tokens, probes=("decomposition",), progress=False)
-    assert len(only.layernorms) == 5
-    assert len(only.heads) == len(only.keys) == 0
-    uniform = ln_probe.analyze(gpt2, tokens, probes=("uniformity",), progress=False)
-    assert len(uniform.layernorms) == len(uniform.keys) == 0
-    assert uniform.heads["entropy_ratio"].notna().all()
-    assert uniform.heads["unselectable"].isna().all()
+def test_layers_and_units_are_said_in_every_answer(gpt2: Any) -> None:
+    report = ln_probe.analyze(gpt2, TOKENS[:2], layers=[1], heads=[0, 2], progress=False)
+    loss, projection, heads, *rest = report.findings()
+    assert "in layer 1" in loss
+    assert "not tested (2 prompts)" in loss
+    assert "in layer 1" in projection
+    assert "L1H" in heads
+    assert len(rest) == 3
+    assert not any("nan" in text for text in report.findings())
 
 
 def test_a_post_norm_model_is_measured_block_by_block() -> None:
@@ -133,10 +139,6 @@ def next_token(output: Tensor, tokens: Tensor) -> Tensor:
     return losses.view(len(tokens), -1).mean(-1)
 
 
-def of_the_last_position(output: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(output[:, -1], tokens[:, 0] % output.shape[-1], reduction="none")
-
-
 def drifting(output: Tensor, tokens: Tensor) -> Tensor:
     return torch.rand(len(tokens))
 
@@ -156,32 +158,66 @@ def test_the_headline_is_the_number_of_the_report(gpt2: Any) -> None:
         ln_probe.norm_constants(gpt2, TOKENS, max_tokens=1)
 
 
+@pytest.mark.parametrize("overflow", [False, True])
+def test_the_headline_in_words_and_as_json(overflow: bool, gpt2: Any) -> None:
+    """All contrasts, scaling first, with their intervals; what is not known is None."""
+    rows = torch.randint(1, 50, (16, 6), generator=torch.Generator().manual_seed(1))
+    cost = ln_probe.freezing_cost(gpt2, rows, progress=False)
+    if overflow:
+        cost = replace(cost, table=cost.table.assign(p=math.nan, delta_loss=math.nan), estimate=math.nan)
+    expected = []
+    for variant in ("no_scaling", "no_projection"):
+        for sites in ("attention", "all"):
+            row = cost.table.set_index(["variant", "sites"]).loc[(variant, sites)]
+            size, ends = with_interval(row["delta_loss"], row["delta_loss_low"], row["delta_loss_high"])
+            p = "< 0.001" if row["p"] < 0.001 else f"{row['p']:.2g}"
+            expected.append(["not finite"] if overflow else [size, ends, p])
+    lines = str(cost).partition("\n\n")[2].splitlines()
+    assert [re.split(r" {2,}", line)[1:] for line in lines[1:5]] == expected
+    assert lines[6].startswith(f"intact loss: {cost.loss:.4g} nats/token on 16 prompts")
+    plain = json.loads(json.dumps(cost.plain, allow_nan=False))
+    assert (plain["estimate"] is None, plain["loss"], plain["prompts"]) == (overflow, cost.loss, cost.prompts)
+    assert plain["constants"]["pooled"]["ln_final"]["rest"] == cost.constants.pooled["ln_final"].rest
+    kept = [{k: None if v != v else v for k, v in row.items()} for row in cost.table.to_dict("records")]
+    assert plain["contrasts"] == kept
+
+
+def test_what_a_report_records_of_its_call(gpt2: Any) -> None:
+    how: dict[str, Any] = {"layers": [-1], "heads": [2], "max_tokens": 9, "seed": 3, "batch_size": 2, "optimal": False}
+    how |= {"loss": "test_analyze:next_token", "probes": ["uniformity"]}
+    report = ln_probe.analyze(gpt2, TOKENS, progress=False, **how)
+    assert report.provenance["arguments"] == how | {"layers": [1], "tokenizer": None}
+    assert report.provenance["shape"] == {"d_model": 32, "layers": 2, "heads": 4}
+
+
+def test_where_constants_come_from_is_recorded(gpt2: Any) -> None:
+    for prompts, options, expected in (
+        (TOKENS, {"groups": [1, 1, 2, 2, 3, 3]}, {"given": False, "groups": 3}),
+        (TOKENS[:1], {}, {"given": False, "groups": 1}),
+        (TOKENS[:4], {"calibration": TOKENS[4:]}, {"given": True, "groups": 4, "tokens": 24, "count": 2}),
+    ):
+        report = ln_probe.analyze(gpt2, prompts, probes=["decomposition"], progress=False, **options)
+        recorded = report.provenance["calibration"]
+        assert recorded["constants"] == report.constants.source
+        assert {key: recorded[key] for key in recorded if key in ("given", "groups", "tokens", "count")} == expected
+
+
+def test_probes_of_keys_take_the_first_of_the_default_prompts() -> None:
+    model = ln_probe.load_model("lm-layernorm")
+    how: dict[str, Any] = {"probes": ["uniformity"], "layers": [0], "heads": [0], "progress": False}
+    default = ln_probe.analyze(model, max_prompts=6, max_tokens=8, **how)
+    given = ln_probe.analyze(model, TOKENS[:, :8], **how)
+    counts = [report.provenance["uniformity"]["prompts"] for report in (default, given)]
+    assert counts == [Uniformity.prompts, 6]
+    assert default.heads["n"].eq(8 * Uniformity.prompts).all()
+
+
 def test_a_model_without_a_next_token_loss_is_told_so() -> None:
+    report = ln_probe.analyze(make_hooked(d_vocab_out=3), TOKENS, probes=["causal"], progress=False)
+    assert report.causal["loss"].isna().all()
+    assert any("3 outputs" in note and "loss=" in note for note in report.notes)
     with pytest.raises(ValueError, match="loss="):
         ln_probe.freezing_cost(make_bridge("bert"), TOKENS)
-
-
-@pytest.mark.slow
-def test_a_classifier_is_measured_with_its_own_loss() -> None:
-    """Without a loss the answer is that there is none."""
-    model = make_hooked(d_vocab_out=3)
-    report = ln_probe.analyze(
-        model, TOKENS, probes=["causal", "head_effects"], progress=False, loss=of_the_last_position
-    )
-    row = report.causal.set_index(["sites", "variant"]).loc[("all", "no_scaling")]
-    with torch.no_grad():
-        losses = of_the_last_position(model(TOKENS), TOKENS)
-        edited = []
-        for prompt, tokens in enumerate(TOKENS):
-            with ln_probe.hooks.without(model, "scaling", sites="all", scale=report.constants.of(prompt)):
-                edited.append(float(of_the_last_position(model(tokens[None]), tokens[None])))
-    assert row["loss"] == pytest.approx(np.mean(edited), abs=1e-5)
-    assert row["delta_loss"] == pytest.approx(np.mean(edited) - float(losses.mean()), abs=1e-5)
-    assert report.head_effects["delta_loss"].notna().all()
-    assert "units of" in report.findings()[0]
-    bare = ln_probe.analyze(model, TOKENS, probes=["causal"], progress=False)
-    assert bare.causal["loss"].isna().all()
-    assert any("3 outputs" in n and "loss=" in n for n in bare.notes)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@ command, another set of options and a failed checkpoint do."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import secrets
 import shutil
@@ -15,15 +17,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from disturbing import ALWAYS, ONCE
-from faulty import ended, ends, lab_model, started, tables, without_pages, write_prompts
+from faulty import ended, ends, lab_model, started, tables, without_pages, word_tokenizer, write_prompts
+from typer.main import get_command
 
 import ln_probe
 from ln_probe import batch
+from ln_probe.analyses.lab.experiments import Request
 from ln_probe.batch import BatchError, Settings, Target
+from ln_probe.cli import app
 
 MODELS = {"m0": 20, "m1": 20, "m2": ONCE, "m3": 20}  # vocabularies
 FATAL = "fatal"
@@ -151,6 +157,29 @@ def test_a_report_of_other_settings_needs_overwrite(
     assert tables(tmp_path) == before
 
 
+@pytest.mark.filterwarnings("ignore::ln_probe.measure.ProbeFailedWarning")
+def test_a_probe_that_fails_and_a_tokenizer_that_is_a_folder(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables of the others are saved, and the same command measures all again."""
+    without_pages(monkeypatch)
+    word_tokenizer(["?", "<s>", "</s>", *map(str, range(17))]).save_pretrained(tmp_path / "words")
+    settings = Settings(
+        prompts=home / "prompts.jsonl", tokenizer=tmp_path / "words", probes=("decomposition", "causal")
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr("ln_probe.analyses.probes.causal.Causal.start", lambda *_: 1 / 0)
+        outcome = batch.attempt(Target("m0"), settings, tmp_path)
+    assert outcome.error.startswith("ProbeError: the probe 'causal' failed: ZeroDivisionError")
+    assert batch.digest_of(tmp_path / "m0") == ""
+    assert len(ln_probe.load_report(tmp_path / "m0").layernorms)
+    outcomes = [batch.attempt(Target("m0"), settings, tmp_path) for _ in range(2)]
+    assert outcomes == [batch.Outcome(Target("m0")), batch.Outcome(Target("m0"), skipped=True)]
+    report = ln_probe.load_report(tmp_path / "m0")
+    assert report.provenance["prompts"]["begin"][0] == "<s>240", "words, and not ids"
+    assert len(report.causal)
+
+
 def test_the_index_is_rebuilt_from_the_reports(undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_pages(monkeypatch)
     (undisturbed / "index.html").unlink(missing_ok=True)
@@ -159,23 +188,49 @@ def test_the_index_is_rebuilt_from_the_reports(undisturbed: Path, monkeypatch: p
     assert (undisturbed / "index.html").read_text().split() == list(MODELS)
 
 
-def test_targets(home: Path, lab_suite: list[Path]) -> None:
+def test_targets(home: Path, lab_suite: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(Target("b" * 300).folder) <= 255 - len(".lock")
     assert Target.parse("EleutherAI/pythia-70m@step1000").folder == "EleutherAI-pythia-70m@step1000"
     assert Target.parse(str(home / "m0")).revision is None
     run = Target(str(lab_suite[0]))
     assert [target.revision for target in run.at_steps("all")] == ["0", "2", "4", "6"]
     assert [str(target) for target in Target("pythia-70m").at_steps("0,1000")] == ["pythia-70m@0", "pythia-70m@1000"]
+    monkeypatch.setattr("ln_probe.loading.pretrained.checkpoints", lambda name: [f"{name}:step5"])
+    assert Target("pythia-70m").at_steps("all") == [Target("pythia-70m", "EleutherAI/pythia-70m:step5")]
     for target, steps in ((Target("lm-none"), "all"), (run, "0,x"), (Target("gpt2", "main"), "0")):
         with pytest.raises(BatchError, match="checkpoints"):
             target.at_steps(steps)
 
 
 def test_memory_that_is_short_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ln_probe.load_model("m0")
-    assert batch.memory_shortage(model, 512) == ""
-    assert 2**20 < batch.free_memory() < 2**50
-    monkeypatch.setattr(batch, "free_memory", lambda: 10.0)
-    assert "--max-tokens" in batch.memory_shortage(model, 512)
+    """Four logits of a prompt in float32, and the patterns of all heads twice."""
+    model = SimpleNamespace(cfg=SimpleNamespace(n_ctx=1000, d_vocab=10**6, n_heads=10, n_layers=50))
+    for tokens, most in ((512, 512), (2048, 1000)):
+        needed = 4 * (4 * most * 10**6 + 2 * most**2 * 10 * 50)
+        for free, is_short in ((needed, False), (needed - 2**30, True)):
+            monkeypatch.setattr(batch, "free_memory", lambda free=free: free)
+            assert ("--max-tokens" in batch.memory_shortage(model, tokens)) == is_short
+
+
+def test_defaults_are_those_of_the_calls() -> None:
+    """Of every entry point, of the settings of a batch, and of the options of the command line."""
+    reference = {"allow_pickle": False, "device": None, "dtype": None, "overwrite": False, "quiet": False}
+    reference |= {name: p.default for name, p in inspect.signature(ln_probe.analyze).parameters.items()}
+    for call in (ln_probe.freezing_cost, ln_probe.norm_constants, ln_probe.load_model):
+        for name, parameter in inspect.signature(call).parameters.items():
+            assert parameter.default == reference.get(name, parameter.default), name
+    settings = {field.name: field.default for field in dataclasses.fields(Settings)}
+    assert settings == {name: reference[name] for name in settings} | {"progress": False}
+    commands = get_command(app).commands
+    run = {field.name: field.default for field in dataclasses.fields(Request)}
+    for command, defaults in (
+        (commands["report"], reference | {"probes": None, "workers": None, "engine": "local"}),
+        (commands["freezing-cost"], reference | {"as_json": False}),
+        (commands["lab"].commands["run"], {"jobs": run["jobs"], "device": run["device"], "quick": False}),
+    ):
+        for parameter in command.params:
+            if parameter.name in defaults.keys() - {"model"}:
+                assert parameter.default == defaults[parameter.name], parameter.name
 
 
 def test_the_digest_covers_what_decides_the_tables(home: Path) -> None:

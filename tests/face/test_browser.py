@@ -86,18 +86,6 @@ def test_a_page_is_drawn_and_used(report: Report, visit: Any) -> None:
     view.quiet()
 
 
-@pytest.mark.slow
-@pytest.mark.release
-def test_an_index_is_drawn_and_used(report: Report, visit: Any) -> None:
-    entries = [IndexEntry(n, f"{n}/report.html", report) for n in ("a", "b")]
-    view = visit(index_page([*entries, IndexEntry("bad", error="ValueError: broken")]))
-    view.page.locator("details.table tbody a").first.wait_for()
-    links = view.page.locator("details.table tbody a").evaluate_all("all => all.map(a => a.getAttribute('href'))")
-    assert {"a/report.html", "b/report.html"} <= set(links)
-    accessible(view)
-    view.quiet()
-
-
 # --------------------------------------------------------------------------------------------------------- hostile text
 
 

@@ -5,24 +5,31 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+import typer
 from faulty import command, ends, lab_model, without_pages, write_prompts
 from safetensors.torch import load_file
 from typer.main import get_command
 
 import ln_probe
+from ln_probe import batch, cli
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Experiment, Request
 from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.batch import Outcome, Settings, Target
 from ln_probe.cli import app
+from ln_probe.models import BUNDLED
 
 OPTIONS = ["from", "checkpoints", "prompts", "max-prompts", "max-tokens", "groups", "loss", "probes", "layers"]
 OPTIONS += ["tokenizer", "out", "workers", "engine", "device", "dtype", "allow-pickle"]
@@ -47,11 +54,6 @@ def refused(*args: object) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ bad values
-
-
-@pytest.mark.parametrize("option", ["batch-size", "heads", "seed", "config"])
-def test_an_option_that_does_not_exist(option: str) -> None:
-    assert f"no option '--{option}'" in refused("report", "lm-none", f"--{option}", "1")
 
 
 @pytest.mark.parametrize("words", [["merge", "out"], ["reprot"], ["lab", "compile", "x.crasp"]])
@@ -158,32 +160,25 @@ def test_the_options_of_a_report() -> None:
     assert options == {f"--{name}" for name in (*OPTIONS, "overwrite", "quiet")} | {"targets"}
 
 
-@pytest.mark.parametrize("words", [[], ["report"], ["freezing-cost"], ["lab"], ["lab", "run"]])
-@pytest.mark.parametrize("columns", [80, 140])
-def test_help_breaks_between_words(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    printed, _ = ends(0, *words, "--help")
-    assert max(map(len, printed.splitlines())) <= columns
-    wide = {word for parameter in get_command(app).commands["report"].params for word in parameter.help.split()}
-    assert words != ["report"] or wide <= set(printed.replace("│", " ").split())
-
-
-@pytest.mark.parametrize("words", [["lab", "list"], ["models"]])
-def test_lists_break_between_words(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow, _ = ends(0, *words)
-    assert max(map(len, narrow.splitlines())) <= 80
-    monkeypatch.setenv("COLUMNS", "400")
-    assert ends(0, *words)[0].split() == narrow.split()
+def test_lists_of_layers() -> None:
+    assert [cli._layers(text) for text in ("3", "0,3-5", "5,1", "2-2,2")] == [(3,), (0, 3, 4, 5), (1, 5), (2,)]
+    for text in ("", "-1", "1-", f"{cli.MAX_LAYERS}", "a"):
+        with pytest.raises(typer.BadParameter):
+            cli._layers(text)
 
 
 def test_names_and_versions() -> None:
     printed, _ = ends(0, "models")
-    assert set(ln_probe.bundled_models()) <= set(printed.split())
+    for name, about in BUNDLED.items():
+        assert " ".join(f"{name} {about}".split()) in " ".join(printed.split())
     assert ends(0, "--version")[0].strip() == f"ln-probe {ln_probe.__version__}"
     printed, _ = ends(0, "env")
     values = dict(text.split(": ", 1) for text in printed.splitlines())
     assert values["torch"] == importlib.metadata.version("torch")
     assert values["devices"].startswith("cpu")
+    assert values["threads"] == f"{torch.get_num_threads()} of {os.cpu_count()}"
+    assert values["worlds"].endswith("TransformerBridge")
+    assert values["numba"] == importlib.metadata.version("numba")
 
 
 def test_the_options_reach_the_measurement() -> None:
@@ -204,6 +199,44 @@ def test_the_options_reach_the_measurement() -> None:
     assert (about["model"]["dtype"], about["calibration"]["groups"]) == ("float64", 2)
     assert set(report.tables["layernorms"]["layer"].dropna()) == {0}
     assert about["prompts"]["begin"][0].startswith("word1")
+
+
+def test_what_a_command_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option reaches the settings of a batch; the first results are printed of a few models alone."""
+    seen: list[Any] = []
+
+    def outcomes(targets: list[Target], *rest: Any) -> Iterator[Outcome]:
+        seen.append((targets, *rest))
+        yield from (Outcome(t, "bad" * (place == 1), skipped=place == 2) for place, t in enumerate(targets))
+
+    def pages(out: Path, failures: dict[str, str], targets: list[Target]) -> tuple[Path, list[str]]:
+        seen.append((failures, targets))
+        return out / "index.html", [f"{target}: found" for target in targets]
+
+    monkeypatch.setattr(batch, "local_outcomes", outcomes)
+    monkeypatch.setattr(batch, "write_pages", pages)
+    for name in ("p.txt", "words.txt"):
+        Path(name).touch()
+    Path("labels.txt").write_text("a\n")
+    names = ["lm-none", "lm-layernorm", "lm-scaling_only"]
+    here = Path.cwd()
+    options = "--prompts p.txt --max-prompts 5 --max-tokens 7 --groups labels.txt --loss math:pi --probes sinks,causal "
+    options += "--layers 1,3 --tokenizer words.txt --dtype float16 --device mps --allow-pickle --overwrite --workers 3"
+    printed, said = ends(1, "report", *names, *options.split(), "--quiet", "--out", "out")
+    settings = Settings(
+        here / "p.txt", 5, 7, here / "labels.txt", "math:pi", ("sinks", "causal"), (1, 3), here / "words.txt",
+        "float16", "mps", allow_pickle=True, overwrite=True, progress=False,
+    )  # fmt: skip
+    targets = [Target(name) for name in names]
+    assert seen == [(targets, settings, Path("out"), 3), ({"lm-layernorm": "bad"}, [targets[0], targets[2]])]
+    assert said.splitlines() == ["lm-none: done", "lm-layernorm: bad", "lm-scaling_only: already there"]
+    assert printed.splitlines() == ["lm-none: found", "lm-scaling_only: found", "2 of 3 reports; open out/index.html"]
+    for count, shown in ((cli._SUMMARIZED, cli._SUMMARIZED - 1), (cli._SUMMARIZED + 1, 0)):
+        several = [f"lm-none@{step}" for step in range(count)]
+        _, said = ends(1, "report", *several)
+        assert said.startswith("loading PyTorch …\n")
+        assert len(seen[-1][1]) == shown
+        assert seen[-2][1:] == (Settings(progress=True), Path("reports"), batch.default_workers(several, None))
 
 
 def test_a_pickle_is_read_only_with_the_option(folder: Path) -> None:
@@ -261,7 +294,14 @@ def test_every_experiment_has_something_to_run() -> None:
 
 
 def test_an_experiment_is_run(requests: list[Request]) -> None:
-    assert "nobody\n  toy: a toy" in ends(0, "lab", "list")[0]
+    EXPERIMENTS["other"] = replace(EXPERIMENTS["toy"], source="nobody 2020, part 2", quick_seeds=1)
+    EXPERIMENTS["last"] = replace(EXPERIMENTS["toy"], source="nobody 2020")
+    listed = ends(0, "lab", "list")[0].partition("nobody\n")[2]
+    seeds = "      3 seeds: 1 s; --quick, 2 seeds: 1 s"
+    assert listed == (
+        f"  toy: a toy\n{seeds}\n  text_toy: a toy\n{seeds}; needs --text\nnobody 2020\n"
+        f"  other: a toy (part 2)\n{seeds.replace('2 seeds', '1 seed')}\n  last: a toy\n{seeds}\n"
+    )
     line = ["lab", "run", "toy", "--out", "runs", "--quick"]
     printed, _ = ends(0, *line)
     assert printed.splitlines()[1].split()[0] == "a", "rows are not numbered"
@@ -270,6 +310,12 @@ def test_an_experiment_is_run(requests: list[Request]) -> None:
     ends(0, *line, "--seeds", "5", "--quiet")
     assert requests[-1].seeds == (0, 1, 2, 3, 4)
     assert [request.progress for request in requests] == [True, False]
+    Path("text.txt").touch()
+    options = "--out more --jobs 2 --text text.txt --tokenizer runs --device cpu"
+    ends(0, "lab", "run", "text_toy", *options.split())
+    here = Path.cwd()
+    asked = Request(Path("more"), (0, 1, 2), texts=(here / "text.txt",), tokenizer=here / "runs", jobs=2)
+    assert requests[-1] == asked
     _, said = ends(1, *line, "--seeds", "6")
     assert "diverged: seed 9" in said
 

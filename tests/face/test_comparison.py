@@ -11,8 +11,10 @@ import pytest
 
 import ln_probe
 from ln_probe.analyses.constants import Constants
+from ln_probe.analyses.probes.statistics import holm, infer_mean
 from ln_probe.analyses.probes.tables import CAUSAL_PROMPTS
-from ln_probe.comparison import labels, paired, run_of, setup_differences, step_of
+from ln_probe.comparison import labels, run_of, step_of
+from ln_probe.page import figures
 from ln_probe.report import Report
 
 
@@ -48,6 +50,7 @@ def test_heads_stand_side_by_side(report: Report) -> None:
     row = report.by_head().dropna(subset=["margin"]).iloc[3]
     assert wide.loc[(row["layer"], row["head"]), "a"] == row["margin"]
     assert repr(both) == "Comparison('a', 'b')"
+    assert list(both.figure().tips.values()) == list(figures.forest(both.names, both.reports).tips.values())
 
 
 def test_models_of_different_shape(report: Report, long_report: Report) -> None:
@@ -131,24 +134,35 @@ def test_bad_input(report: Report) -> None:
     assert np.isnan(ln_probe.compare([Report()]).summary.loc[0, "margin"])
 
 
-def test_differences_are_paired_by_prompt(models: list[Report]) -> None:
-    """Of prompts that differ much from one another, and of models that differ little."""
-    kept = [m.tables["causal_prompts"]["delta_loss"] for m in models]
-    (row,) = ln_probe.compare(models[:2]).paired.to_dict("records")
-    assert row["difference"] == pytest.approx(np.mean(kept[1] - kept[0]))
-    assert 0.09 < row["low"] < row["difference"] < row["high"] < 0.11  # unpaired, it would be ten times wider than that
-    assert (row["model"], row["against"], row["n"], row["prompts_more"]) == ("run", "one", 40, 40)
-    assert row["p"] < 0.001
-
-
-def test_losses_of_other_prompts_are_not_paired(models: list[Report]) -> None:
-    about = models[1].provenance
-    prompts = replace(models[1], provenance={**about, "prompts": {**about.get("prompts", {}), "sha256": "other"}})
-    version = replace(models[1], provenance={**about, "ln_probe": "0.0.1"})
-    (note,) = setup_differences(["a", "b"], [models[0], prompts])
-    assert "not paired" in note
-    (note,) = setup_differences(["a", "b"], [models[0], version])
-    assert "not paired" not in note
+def test_the_paired_table_by_definition(models: list[Report]) -> None:
+    """Means over tokens; influences of the constants in the intervals alone; groups of norms adjusted apart."""
+    generator, sites = np.random.default_rng(1), ("all", "mlp", "blocks.0.ln1", "blocks.0.ln2")
+    reports = []
+    for report in models[:2]:
+        rows = pd.concat([report.causal_prompts.assign(sites=site) for site in sites], ignore_index=True)
+        change = rows["delta_loss"] + generator.normal(0, 0.3, len(rows))
+        rows = rows.assign(
+            delta_loss=change, n=1 + rows["prompt"] % 3, stratum=(rows["prompt"] % 2).map({0: "b", 1: "a"})
+        )
+        rows["shift"] = generator.normal(0, 0.1, len(rows))
+        reports.append(replace(report, tables={**report.tables, "causal_prompts": rows}))
+    table = ln_probe.compare(reports).paired.set_index("sites")
+    p = {}
+    for site in sites:
+        one, two = (rows[rows["sites"] == site] for rows in (r.causal_prompts for r in reports))
+        n, each = one["n"].to_numpy(float), two["delta_loss"].to_numpy() - one["delta_loss"].to_numpy()
+        moved = two["shift"].to_numpy() - one["shift"].to_numpy()
+        inference = infer_mean(each * n + moved, n, np.arange(40) % 2 == 0)
+        p[site] = inference.p
+        row = table.loc[site]
+        assert row["difference"] == pytest.approx(np.average(each, weights=n))
+        assert (row["low"], row["high"]) == pytest.approx((inference.low, inference.high))
+        assert (row["prompts_more"], row["n"]) == ((each > 0).sum(), 40)
+    for family in (sites[:2], sites[2:]):
+        assert table.loc[list(family), "p"].tolist() == pytest.approx(holm([p[site] for site in family]).tolist())
+    infinite = reports[1].causal_prompts.assign(delta_loss=np.inf)
+    other = replace(reports[1], tables={"causal_prompts": infinite})
+    assert ln_probe.compare([reports[0], other]).paired["prompts_more"].isna().all()
 
 
 @pytest.mark.parametrize(("change", "same_loss"), [
@@ -164,12 +178,3 @@ def test_only_what_is_comparable_is_paired(change: dict[str, Any], same_loss: bo
     assert len(both.notes) == 1
     assert both.notes[0] in both._repr_html_()
     assert ln_probe.compare(models[:2]).notes == ()
-
-
-def test_the_figure_has_a_mark_for_every_model(models: list[Report]) -> None:
-    figure = ln_probe.compare(models, ["a", "b", "c"]).figure()
-    values = [value for axes in figure.axes for line in axes.lines for value in line.get_xdata()]
-    assert values.count(0.3) >= 3
-    table = paired(["a", "b", "c"], models)
-    assert list(table["difference"]) == pytest.approx([0.1, 0.2], abs=0.01)
-    assert set(table["against"]) == {"a"}

@@ -43,16 +43,6 @@ def test_every_probe_on_a_gpu(arch: str, batch_size: int | None) -> None:
 
 @pytest.mark.cuda
 @needs_gpu
-def test_a_bundled_model_on_a_gpu() -> None:
-    reports = [
-        ln_probe.analyze(ln_probe.load_model("lm-layernorm", device=d), PROMPTS, progress=False)
-        for d in ("cpu", "cuda")
-    ]
-    assert_same_findings(reports[0].tables, reports[1].tables, COMPARED)
-
-
-@pytest.mark.cuda
-@needs_gpu
 def test_interventions_and_attribution_on_a_gpu() -> None:
     found = []
     for device in ("cpu", "cuda"):

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import re
 import runpy
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import ln_probe
 from ln_probe import hooks
-from ln_probe.page import figures
 from ln_probe.report import Report
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
@@ -133,25 +128,3 @@ def test_results_show_themselves_in_one_line(model: object, report: Report) -> N
         assert said.startswith(type(result).__name__), said[:LINE]
         assert len(said) <= LINE, said[:LINE]
         assert "\n" not in said
-
-
-def test_pictures_show_without_any_magic(report: Report) -> None:
-    """They printed <Figure size …> unless `%matplotlib inline` was called."""
-    for figure in (figures.norms_over_depth(report), figures.keys_over_depth(report), figures.loss_changes(report)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            png, size = figure._repr_png_()
-        shown = Image.open(io.BytesIO(png))
-        for pixels, meant in zip(shown.size, (size["width"], size["height"]), strict=True):
-            assert abs(pixels - 2 * meant) <= 1, "not sharp on dense screens"
-        assert 350 <= size["width"] <= 1100, "narrower than a phone, or wider than a cell"
-        assert len(np.unique(np.asarray(shown.convert("L")))) > 10, "nothing is drawn"
-        assert not mpl._pylab_helpers.Gcf.get_all_fig_managers(), "pyplot keeps figures alive"  # type: ignore[attr-defined]
-
-
-def test_labels_of_any_script_are_drawn_without_a_word() -> None:
-    figure = figures.Figure(figsize=(5, 3))
-    figure.subplots().set_title("𒀀 ⵣ \U0010fffd")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert figure._repr_png_()[0]

@@ -51,6 +51,12 @@ def add_hook(model: Any, permanent: bool = False) -> None:
     model.add_hook("blocks.0.ln1.hook_normalized", halve, is_permanent=permanent)
 
 
+class Adapter(torch.nn.Module):
+    """As of a package that changes what a model computes."""
+
+    __module__ = "peft.tuners"
+
+
 def replace_forward(model: Any) -> None:
     norm = model.ln_final
     whole = norm.forward
@@ -64,6 +70,8 @@ HOOKS: dict[str, tuple[Callable[[Any], object], str]] = {
     "only read": (lambda m: m.add_hook("blocks.1.ln2.hook_scale", read), r"hook_scale \(.*read\)"),
     "backward": (lambda m: m.add_hook("blocks.0.ln1.hook_scale", read, dir="bwd"), r"hook_scale \(.*read\)"),
     "module": (lambda m: m.ln_final.register_forward_hook(halve_output), r"ln_final \(.*halve_output\)"),
+    "partial": (lambda m: m.ln_final.register_forward_hook(partial(halve_output)), r"ln_final \(.*halve_output\)"),
+    "wrapped": (lambda m: m.ln_final.add_module("lora", Adapter()), r"ln_final\.lora \(peft\.tuners\.Adapter\)"),
     "the model": (lambda m: m.register_forward_hook(halve_output), r"the model \(.*halve_output\)"),
     "forward": (replace_forward, r"ln_final.* \(.*replace_forward"),
 }  # fmt: skip
@@ -98,11 +106,6 @@ def test_kept_hooks_act_on_edited_passes_too() -> None:
     assert table.loc[("all", "no_projection"), "loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_an_unknown_choice() -> None:
-    with pytest.raises(ValueError, match="refuse"):
-        analyzed(make_bridge("gpt2"), hooks="ignore")
-
-
 @pytest.mark.parametrize(
     ("around", "word"),
     [
@@ -119,8 +122,10 @@ def test_a_model_in_a_context_is_refused(model: Any, around: Callable[[Any], Any
 
 def test_a_compiled_model_is_refused(model: Any) -> None:
     model.blocks[0].compile()
-    with pytest.raises(ModelStateError, match="compiled"):
+    with pytest.raises(ModelStateError, match=r"^blocks\.0 is compiled"):
         analyzed(model)
+    with pytest.raises(ModelStateError, match=r"^OptimizedModule is compiled"):
+        guard.check_state(torch.compile(torch.nn.Linear(2, 2)))
 
 
 NOTHING = Table("nothing", "Nothing", "A row per norm.", ("site",), {"site": ("text", "the norm")})
@@ -206,3 +211,18 @@ def test_texts_begin_as_in_training_at_every_door() -> None:
         _, cache = model.run_with_cache(text)
     by_text, by_cache = (ln_probe.attribute_logits(model, given, -1, target=7) for given in (text, cache))
     assert by_text.own == pytest.approx(by_cache.own, rel=1e-5)
+
+
+@pytest.mark.parametrize("given", [1, "0", [0.5], ["0"], [True]])
+def test_what_is_no_list_of_layers(given: Any) -> None:
+    with pytest.raises(TypeError, match="whole numbers"):
+        guard.indices(given, "layer", 2)
+    assert guard.indices(range(2), "layer", 2) == [0, 1]
+    assert guard.indices([-1, 0, -3], "layer", 3) == [2, 0, 0], "negative layers count from the end"
+    for numbers, what in (([3], "layer"), ([-4], "layer"), ([-1], "head"), ([], "head")):
+        with pytest.raises(ValueError, match=what):
+            guard.indices(numbers, what, 3)
+    assert guard.seed_of(10**18) == 10**18
+    for seed in (-1, 10**18 + 1):
+        with pytest.raises(ValueError, match="seed"):
+            guard.seed_of(seed)

@@ -21,11 +21,11 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from ln_probe.analyses.lab.transformer import LabConfig
-from ln_probe.hooks.model import facts_of
-from ln_probe.loading import convert
+from ln_probe.hooks.model import context_of_config, facts_of
+from ln_probe.loading import convert, pretrained
 from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
 from ln_probe.loading.source import sha256_of_files
-from ln_probe.models import load_model, source_of
+from ln_probe.models import kind_of, load_model, source_of, split_revision
 
 pytestmark = [pytest.mark.lens, pytest.mark.usefixtures("no_network")]
 
@@ -77,6 +77,7 @@ def test_logits_are_those_of_hugging_face(
         assert source_of(model).world == CLASS_OF_WORLD[world or worlds[0]]
         assert_faithful(model)
         assert (model.training, model.tokenizer) == (False, None)
+        assert facts_of(model).context == context_of_config(original.config)
     assert any("not HookedTransformer" in n for n in source_of(model).notes) == (worlds != WORLDS)
     if "hooked" not in worlds:
         with pytest.raises(ValueError, match="HookedTransformer"):
@@ -253,8 +254,51 @@ def test_no_text_has_a_token_that_the_model_does_not_know(
 def test_a_damaged_gguf_file(content: bytes, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     (tmp_path / "model.gguf").write_bytes(content)
-    with pytest.raises(ValueError, match="unpacked"):
+    with pytest.raises(ValueError, match="unpacked") as raised:
         load_model(tmp_path / "model.gguf")
+    assert str(raised.value).count(str(tmp_path)) == 1
+    assert "Error" not in str(raised.value)
+
+
+PACKED = {  # fields of a Llama's configuration, as a GGUF file calls them
+    "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "head_count", "vocab_size": "vocab_size",
+    "num_key_value_heads": "head_count_kv", "rms_norm_eps": "layer_norm_rms_eps",
+}  # fmt: skip
+
+
+def test_a_gguf_file_is_the_model_that_was_packed(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    original = hugging_face("llama", num_key_value_heads=4).eval()
+    shape, names = original.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, original.config.num_hidden_layers)
+
+    def pack(file: Path, *, left_out: str = "") -> None:
+        writer = gguf.GGUFWriter(file, "llama")
+        writer.add_rope_freq_base(shape.rope_parameters["rope_theta"])
+        for ours, theirs in PACKED.items():
+            getattr(writer, f"add_{theirs}")(getattr(shape, ours))
+        for name, tensor in original.state_dict().items():
+            if "q_proj" in name or "k_proj" in name:  # GGUF's rotary pairs are neighbours
+                tensor = tensor.unflatten(0, (shape.num_attention_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+            if name != left_out:
+                writer.add_tensor(names.get_name(name, (".weight",)), tensor.float().contiguous().numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    pack(tmp_path / "model.gguf")
+    model: Any = load_model(tmp_path / "model.gguf", device="cpu", dtype="float64", world="bridge")
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), original.double()(TOKENS).logits, rtol=1e-4, atol=1e-5)
+    source = source_of(model)
+    assert (source.kind, source.architecture, source.dtype) == ("gguf", "LlamaForCausalLM", "float64")
+    assert source.weights_sha256 == hashlib.sha256((tmp_path / "model.gguf").read_bytes()).hexdigest()
+    assert ["GGUF" in note or "no tokenizer" in note for note in source.notes] == [True, True]
+    assert model.tokenizer is None
+    pack(tmp_path / "part.gguf", left_out="model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ValueError, match="up_proj"):
+        load_model(tmp_path / "part.gguf", device="cpu")
 
 
 @pytest.mark.parametrize(("name", "options", "error", "word"), [
@@ -271,6 +315,7 @@ def test_a_damaged_gguf_file(content: bytes, tmp_path: Path) -> None:
     ("folder", {"device": "gpu"}, ValueError, "'gpu'"),
     ("folder", {"device": "cuda:99"}, ValueError, "'cuda:99'"),
     ("folder", {"device": "meta"}, ValueError, "not there"),
+    ("folder", {"device": "cpu:1"}, ValueError, "not there"),
     ("folder", {"world": "lab"}, ValueError, "lab runs"),
     ("folder", {"world": "hooks"}, ValueError, "'bridge'"),
     ("folder", {"revision": "step1000"}, ValueError, "revisions"),
@@ -292,6 +337,11 @@ def test_what_is_recorded_and_that_the_process_is_left_as_it_was(
 
     before = process()
     model = load_model(folder, device="cpu")
+    with pretrained.isolated():
+        assert constants.HF_HUB_OFFLINE
+        assert not logging.getLogger("transformers").isEnabledFor(logging.WARNING)
+        logging.getLogger().addHandler(logging.NullHandler())
+        print("heard by nobody")
     assert process() == before
     assert capsys.readouterr() == ("", "")
     source = source_of(model)
@@ -305,12 +355,28 @@ def test_a_model_we_did_not_load_is_described_from_its_structure() -> None:
     source = source_of(model)
     assert (source.name, source.kind, source.world, source.dtype) == ("Sequential", "object", "Sequential", "bfloat16")
     assert source.logits_max_difference is None
-    assert source_of(model).weights_sha256 == source.weights_sha256
-    with torch.no_grad():
-        model[0].bias[0] += 1
-    assert source_of(model).weights_sha256 != source.weights_sha256
+    lines = ""
+    for name, tensor in sorted(model.state_dict().items()):
+        digest = hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+        lines += f"{name} torch.bfloat16 {tuple(tensor.shape)} {digest}\n"
+    assert source.weights_sha256 == hashlib.sha256(lines.encode()).hexdigest()
     with pytest.raises(TypeError, match="Linear"):
         source_of(torch.nn.Linear)  # type: ignore[arg-type]
+
+
+def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [kind_of(name, Path(name)) for name in ("lm-none", "gpt2", "o/m")] == ["bundled", "hub", "hub"]
+    for name, file, kinds in (
+        ("lm-none", "config.json", ("bundled", "folder")),
+        ("c@d", "lab.json", ("folder", "lab")),
+    ):
+        Path(name).mkdir()
+        before = kind_of(name, Path(name))
+        (tmp_path / name / file).touch()
+        assert (before, kind_of(name, Path(name))) == kinds
+    names = [("c", "5"), ("c@d", None), ("c@d", "5"), ("@b", None), ("c@", None)]
+    assert [split_revision(name) for name in ("c@5", "c@d", "c@d@5", "@b", "c@")] == names
 
 
 def test_the_hash_of_several_files_is_that_of_their_sha256sum_lines(tmp_path: Path) -> None:

@@ -124,3 +124,7 @@ def test_two_probes_of_one_name() -> None:
 
 def test_a_probe_says_and_draws_nothing_unless_it_is_written() -> None:
     assert (Probe().findings({}, {}), Probe().pictures()) == ((), ())
+    empty = type("Empty", (Probe,), {"name": "empty", "summary": "nothing", "tables": (LENGTHS,)})()
+    report = ln_probe.analyze(lab(), TOKENS, probes=[empty], progress=False)
+    assert report.tables["lengths"].empty
+    assert not report.failures

@@ -24,7 +24,8 @@ from ln_probe.exhibits import Exhibits, to_bytes
 from ln_probe.hooks import without
 from ln_probe.models import BUNDLED
 from ln_probe.page import attention, figures, own_script
-from ln_probe.page.index import IndexEntry, index_page, write_index
+from ln_probe.page import tables as page_tables
+from ln_probe.page.index import IndexEntry, index_page, short_names, write_index
 from ln_probe.page.page import notebook_cell, report_page
 from ln_probe.page.tables import in_order, table
 from ln_probe.report import Report
@@ -92,6 +93,9 @@ def test_every_form_of_a_report_has_a_page_and_a_cell(form: str, report: Report)
     assert {link for link in links if not re.fullmatch(r"L\d+H\d+", link)} <= set(ids)
     assert not page.acts()
     assert "<script" not in cell
+    for text in one.findings():
+        assert " ".join(text.split()) in " ".join(page.text.split())
+        assert " ".join(text.split()) in " ".join(Page(cell).text.split())
     assert " 0 books" not in page.text
     assert all(300 <= int(width) <= 1400 for width in re.findall(r"--legible:(\d+)px", html)), "a phone to a screen"
     expected = {"512 tokens": "the first 128 of 512 tokens", "another loss": "points", "no loss": "not measured"}
@@ -100,32 +104,43 @@ def test_every_form_of_a_report_has_a_page_and_a_cell(form: str, report: Report)
 
 def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     ends = {"delta_loss_low": 0.01, "delta_loss_high": 0.04, "estimate": 0.02}
-    one = effects(
-        report,
-        [
-            {"layer": 0, "head": 0, "delta_loss": 0.02, "p": 0.001, "n": 64, **ends},
-            {"layer": 0, "head": 1, "delta_loss": -0.004, "p": 0.5, "n": 64},
-            {"layer": 1, "head": 0, "delta_loss": math.nan, "estimate": 0.2},
-            {"layer": 1, "head": 1, "delta_loss": 0.0002},
-        ],
-    )
+    rows = [
+        {"layer": 0, "head": 0, "delta_loss": 0.02, "p": 0.001, "n": 64, **ends},
+        {"layer": 0, "head": 1, "delta_loss": -0.003, "p": 0.5, "n": 64},
+        {"layer": 0, "head": 2, "delta_loss": 0.05, "p": 0.0009, "n": 64},
+        {"layer": 1, "head": 0, "delta_loss": math.nan, "estimate": 0.2},
+        {"layer": 1, "head": 1, "delta_loss": 0.0002},
+    ]
+    one = cut(effects(report, rows), 3, 2, 3)  # attention of heads 0 and 1 of layer 0
     heads = attention.head_map(one)
-    assert [row[0].layer for row in heads.rows] == [1, 0], "layer 0 is at the bottom"
-    cells = {cell.name: cell for cell in heads.cells}
-    assert cells["L0H0"].classes == "more3 significant"
-    assert "95 % CI" in cells["L0H0"].what
-    assert cells["L0H1"].classes == "less2 pale"
-    assert cells["L1H0"].classes == "more5 pale estimate"
-    assert "first-order estimate" in cells["L1H0"].what
-    assert "not tested, 6 prompts" in cells["L1H1"].what
-    assert "p = 0.001" in cells["L0H0"].what
-    assert "p = 0.5" in cells["L0H1"].what
-    assert cells["L1H2"].classes == "unknown"
-    assert [cell.name for cell in heads.top] == ["L0H0"]
-    untested = attention.head_map(replace(one, tables={**one.tables, "head_effects": one.head_effects.assign(p=0.5)}))
-    assert [cell.name for cell in untested.top] == ["L1H0", "L0H0", "L0H1", "L1H1"]
-    legend = " ".join(text for _, text in heads.legend)
-    assert all(text in legend for text in ("hatched", "not tested", "grey"))
+    assert [[cell.name for cell in row] for row in heads.rows] == [[f"L{i}H{h}" for h in range(3)] for i in (1, 0)]
+    assert {cell.name: (cell.classes, cell.what, cell.shown) for cell in heads.cells} == {
+        "L0H0": ("more3 significant", "Layer 0, head 0: +0.020 nats/token (95 % CI +0.010 to +0.040); p = 0.001", True),
+        "L0H1": ("less2 pale", "Layer 0, head 1: -0.003 nats/token; p = 0.5", True),
+        "L0H2": ("more4 significant", "Layer 0, head 2: +0.05 nats/token; p < 0.001", False),
+        "L1H0": ("more5 pale estimate", "Layer 1, head 0: +0.2 nats/token; first-order estimate", False),
+        "L1H1": ("more0 pale", "Layer 1, head 1: +0.0002 nats/token; not tested, 6 prompts", False),
+        "L1H2": ("unknown", "Layer 1, head 2: not measured", False),
+    }
+    assert [cell.name for cell in heads.top] == ["L0H2", "L0H0"]
+    assert heads.first is not None
+    assert heads.first.name == "L0H0", "of the largest, one whose attention is shown"
+    scale = list(enumerate(attention.STEPS, start=1))
+    assert list(heads.legend) == [
+        *((f"less{i}", f"−{step:g}") for i, step in scale[::-1]), ("more0", "0"),
+        *((f"more{i}", f"+{step:g}") for i, step in scale), ("more4 significant", "outlined: significant"),
+        ("more4 pale", "pale: not tested, 6 prompts"),
+        ("more4 pale estimate", "hatched: first-order estimate, not tested"), ("unknown", "grey: not measured"),
+    ]  # fmt: skip
+    untested = replace(one, tables={**one.tables, "head_effects": one.head_effects.assign(p=0.5)})
+    heads = attention.head_map(untested)
+    assert [cell.name for cell in heads.top] == ["L1H0", "L0H2", "L0H0", "L0H1", "L1H1"]
+    assert dict(heads.legend)["more4 pale"] == "pale: not significant"
+    points = replace(untested, provenance={**one.provenance, "loss": {"unit": "points"}})
+    assert {cell.name: cell.step for cell in attention.head_map(points).cells} == {
+        "L0H0": 3, "L0H1": -1, "L0H2": 3, "L1H0": 5, "L1H1": 0, "L1H2": 0,
+    }, "the last colour begins at the largest change"  # fmt: skip
+    assert attention.head_map(effects(one, [])).legend == (("unknown", "not measured"),)
 
 
 def test_the_first_keys_are_those_that_nothing_selects_and_then_those_of_little_attention(report: Report) -> None:
@@ -134,34 +149,127 @@ def test_the_first_keys_are_those_that_nothing_selects_and_then_those_of_little_
     assert in_order(report.keys)["attainable"][:8].tolist() == ranked["attainable"][:8].tolist()
 
 
-def test_tables_of_a_page_hold_text_and_six_digits(report: Report) -> None:
-    data = unpacked(table(report.declared["keys"], report.keys).data)["data"]
-    assert data["verdict"] == report.keys["verdict"].tolist()
-    margins = report.keys["margin_upper"]
-    assert data["margin_upper"] == [float(f"{value:.6g}") for value in margins]
+def test_tables_of_a_page_hold_text_and_six_digits(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_tables, "DATA_ROWS", 100)
+    shown = table(report.declared["keys"], report.keys.assign(attainable=math.nan))
+    assert (shown.rows, shown.sent, shown.columns) == (len(report.keys), 100, len(report.keys.columns) - 1)
+    content = unpacked(shown.data)
+    assert content["data"]["verdict"] == report.keys["verdict"][:100].tolist()
+    assert content["data"]["margin_upper"] == [float(f"{value:.6g}") for value in report.keys["margin_upper"][:100]]
+    declared = report.declared["causal"]
+    frame = declared.frame([{"sites": "all", "loss": 4.0}, {"sites": "mlp", "p": math.inf, "n": 3}])
+    shown = table(declared, frame.astype({"variant": object}), loss="points", links=["a", "b"])
+    assert [name for name, _ in shown.meanings] == ["sites", "loss", "p", "n"]
+    assert dict(shown.meanings)["loss"].endswith("(points)")
+    assert dict(shown.meanings)["n"] == declared.columns["n"][1]
+    assert unpacked(shown.data)["data"] == {
+        "sites": ["all", "mlp"], "loss": [4, None], "p": [None, None], "n": [None, 3],
+    }  # fmt: skip
+
+
+def test_what_a_page_says_of_its_report(report: Report) -> None:
+    row = report.causal.iloc[0]
+    loss = f"intact loss {row['loss'] - row['delta_loss']:.3g} nats/token"
+    shape = f"2 layers of 4 heads · norms: 5 layernorm · 1 prompt (tokens), 24 tokens · {loss}"
+    rows = dict(re.findall(r'<th scope="row">([^<]*)</th><td class="wide">([^<]*)</td>', report_page(report)))
+    assert rows["arguments · probes"] == ", ".join(report.provenance["arguments"]["probes"])
+    assert rows["constants · ln_final · rest"] == f"{report.provenance['constants']['ln_final']['rest']:.6g}"
+    named = replace(report, provenance={"model": {"name": "/runs/last/"}})
+    for one, facts, parts in (
+        (report, shape, ("keys are of the first 1 of them", "other than prompt 0.")),
+        (cut(report, 3, 2, 5), shape, ("keys are of the first 1 of them", "other than prompt 0, and tokens after 3.")),
+        (named, f"/runs/last/ · {loss}", ("Losses are of 0 prompts.", "other than prompt 0.")),
+    ):
+        html = report_page(one)
+        assert f'<p class="soft">{facts}</p>' in html
+        limits = html.partition('id="limits"')[2].partition("<li>Whether one head")[0]
+        assert limits.count("<li>") == len(parts)
+        assert all(part in limits for part in parts)
+    assert "<h1>last " in html
+
+
+def marks(axes: Any) -> list[tuple[str, float, float, float | None]]:
+    """Marker, place and opacity of every mark."""
+    points = [line for line in axes.lines if line.get_marker() != "None"]
+    return [(p.get_marker(), float(x), round(float(y), 6), p.get_alpha()) for p in points for x, y in p.get_xydata()]
+
+
+def legend_of(figure: figures.Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_changes_are_drawn_with_their_intervals(report: Report, causal: pd.DataFrame) -> None:
-    causal["delta_loss_optimal"] = causal["delta_loss"] / 2
-    one = Report({**report.tables, "causal": causal}, report.provenance, (), report.exhibits)
-    (axes,) = figures.loss_changes(one).axes
+    causal = causal.assign(delta_loss_optimal=causal["delta_loss"] / 2)
+    books = [
+        {"prompt": i, "stratum": "ab"[i % 2], "sites": "all", "variant": "no_scaling", "loss": 4.0, "n": 1}
+        | {"delta_loss": float(i), "shift": 0.0} for i in range(4)
+    ]  # fmt: skip
+    given = {"causal": causal, "causal_prompts": report.declared["causal_prompts"].frame(books)}
+    figure = figures.loss_changes(Report(report.tables | given, report.provenance))
+    (axes,) = figure.axes
     _, *intervals = [lines.get_segments() for lines in axes.collections]
     rows = causal[causal["family"] == "primary"].set_index(["sites", "variant"])
     ends = [rows.loc[place, ["delta_loss_low", "delta_loss_high"]].tolist() for place in PRIMARY]
     assert [segments[0][:, 0].tolist() for segments in intervals] == ends
-    bold = [text.get_weight() == "bold" for text in axes.texts if text.get_ha() == "right"]
-    assert bold == [True, True, False, False], "what is significant"
-    heights = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "o"][: 2 * len(PRIMARY)]
-    assert np.diff(heights)[::2] == pytest.approx([0.16] * len(PRIMARY)), "loss-optimal constants are below"
-    faces = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() == "o"][: 2 * len(PRIMARY)]
-    assert [face == "none" for face in faces] == [False, True] * len(PRIMARY), "and hollow"
+    expected, values = [], []
+    for place, (sites, variant) in enumerate(PRIMARY):
+        change, significant = rows.loc[(sites, variant), "delta_loss"], variant == "no_scaling"
+        opacity = 1.0 if significant else figures.PALENESS
+        expected += [("o", change, place, opacity), ("o", change / 2, place + 0.16, opacity)]
+        expected += [("|", 1.0, 0.3, None), ("|", 2.0, 0.3, None)] * (not place)  # means of the books
+        values.append((f"{change:+.3f}", "bold" if significant else "normal"))
+    assert marks(axes) == expected
+    assert [(text.get_text(), text.get_weight()) for text in axes.texts if text.get_ha() == "right"] == values
+    faces = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() == "o"]
+    assert [face == "none" for face in faces] == [False, True] * len(PRIMARY), "loss-optimal constants are hollow"
+    assert legend_of(figure) == ["mean constants", "loss-optimal constants", "one book", "pale: not significant"]
+    assert axes.get_ylim()[0] > len(PRIMARY) - 0.84 > -0.2 > axes.get_ylim()[1]
+    for values, text in (
+        ({"delta_loss": 0.0, "delta_loss_low": 0.0, "delta_loss_high": 0.0}, ["unchanged"]),
+        ({"p": math.nan}, ["+0.300, not tested"]), ({"delta_loss": math.nan}, []),
+    ):  # fmt: skip
+        assert [c.text for c in figures.contrasts(Report({"causal": causal.assign(**values)}))[:1]] == text
 
 
 def test_each_panel_over_training_shows_the_changes_of_its_edit(report: Report) -> None:
-    figure = figures.loss_over_training({"run": [(0, report), (1000, report)]})
+    figure = figures.loss_over_training({"run": [(0, report), (1000, report), (100, Report())]})
     changes = report.causal[report.causal["sites"] == "all"].set_index("variant")["delta_loss"]
     for axes, variant in zip(figure.axes, ("no_scaling", "no_projection"), strict=True):
-        assert axes.lines[1].get_ydata() == pytest.approx([changes[variant]] * 2)
+        assert axes.lines[0].get_ydata() == [0, 0]
+        assert axes.lines[1].get_xydata().tolist() == [[0, changes[variant]], [1000, changes[variant]]]
+        assert [mark[1:3] for mark in marks(axes)] == [(step, round(changes[variant], 6)) for step in (0, 1000)]
+        assert axes.xaxis.get_transform().linthresh == 100
+
+
+def test_norms_and_keys_are_drawn_over_the_depth(report: Report) -> None:
+    norms = report.layernorms
+    for axes, column in zip(figures.norms_over_depth(report).axes, ("projected_share", "sigma_mean"), strict=True):
+        assert axes.lines[0].get_xydata().tolist() == [[i, value] for i, value in enumerate(norms[column])]
+        assert [mark[1:3] for mark in marks(axes)] == [(i, round(value, 6)) for i, value in enumerate(norms[column])]
+        assert axes.yaxis.get_major_formatter()(0.5, 0) == ("50 %" if column == "projected_share" else "0.5")
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == [site.removeprefix("blocks.") for site in norms["site"]]
+    for changed, ticks in (
+        (pd.concat([norms] * 10, ignore_index=True), list(range(0, 50, 3))),  # at most 24
+        (norms.assign(reads=["query", "key", *norms["reads"][2:]]), [0, 1, 2]),  # heads, and not the stream
+    ):
+        one = replace(report, tables=report.tables | {"layernorms": changed})
+        assert figures.norms_over_depth(one).axes[1].get_xticks().tolist() == ticks
+
+    figure, about = figures.keys_over_depth(report), report.provenance["selectability"]
+    baselines = {"unselectable": about["random_unselectable"], "attainable_median": 1 / about["keys_per_prompt"]}
+    for axes, (column, baseline) in zip(figure.axes, baselines.items(), strict=True):
+        places, lines = [], []
+        for shift, variant in ((-0.1, "intact"), (0.1, "no_scaling")):
+            for layer, of_heads in report.heads[report.heads["variant"] == variant].groupby("layer")[column]:
+                places.append((layer + shift, round(of_heads.median(), 6)))
+                lines.append([[layer + shift, of_heads.min()], [layer + shift, of_heads.max()]])
+        assert [mark[1:3] for mark in marks(axes)] == places
+        assert [collection.get_segments()[0].tolist() for collection in axes.collections] == lines
+        assert axes.lines[-1].get_ydata() == [baseline, baseline]
+        assert axes.get_ylim()[0] == 0 <= report.heads[column].max() < axes.get_ylim()[1]
+    assert axes.get_xticks().tolist() == [0, 1]
+    assert axes.get_xlim() == (-0.5, 1.5)
 
 
 def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
@@ -173,21 +281,24 @@ def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     assert np.array_equal(intact, shown.intact[..., rows, columns])
     frozen = intact + content["change"].reshape(shape)  # in 8 bits
     assert np.array_equal(frozen, shown.frozen[..., rows, columns])
-    assert len(content["tokens"]) == len(shown.tokens)
+    same = {"tokens": list(shown.tokens), "layers": [0, 1], "heads": [0, 1, 2, 3], "causal": True}
+    assert {name: content[name] for name in same} == same
+    both_ways = replace(report, exhibits=Exhibits(replace(shown, causal=False)))
+    content = unpacked(attention.attention_data(both_ways)["data"])
+    assert np.array_equal(content["intact"].reshape(shown.intact.shape), shown.intact)
 
 
 def test_the_text_is_coloured_by_the_change_of_each_tokens_loss(report: Report) -> None:
-    content = unpacked(attention.token_data(report)["colored"])
-    losses = report.tokens(n=None).query("prompt == 0")
-    assert content["values"] == pytest.approx(losses["no_scaling"].tolist(), abs=1e-4)
-    assert len(content["tokens"]) == len(losses)
-
-
-def test_contrasts_are_those_of_the_table(report: Report) -> None:
-    for contrast in figures.contrasts(report):
-        row = report.causal.set_index(["sites", "variant"]).loc[(contrast.sites, contrast.variant.name)]
-        assert contrast.change[0] == row["delta_loss"]
-        assert contrast.loss == pytest.approx(row["loss"] - row["delta_loss"])
+    data, losses = attention.token_data(report), report.tokens(n=None).query("prompt == 0")
+    content, full = unpacked(data["colored"]), losses["no_scaling"].abs().quantile(0.98)
+    assert content["values"] == losses["no_scaling"].round(4).tolist()
+    assert (content["tokens"], content["full"]) == (losses["token"].tolist(), pytest.approx(full))
+    assert data["colored_about"] == f"prompt 0, after its first token; colours are full at ±{full:.2g} nats"
+    long = pd.concat([losses.assign(prompt=3, no_scaling=0.0)] * 9 + [losses.assign(prompt=4)])
+    data = attention.token_data(replace(report, exhibits=Exhibits(token_losses=long)))
+    assert data["colored_about"].startswith("the first 128 tokens of prompt 3, ")
+    assert unpacked(data["colored"])["full"] == 1
+    assert len(unpacked(data["colored"])["values"]) == 128
 
 
 def test_attention_of_a_head(report: Report, tmp_path: Path) -> None:
@@ -218,14 +329,23 @@ def test_attention_of_a_layer_intact_beside_an_edit() -> None:
     document = picture.document()
     content = unpacked(re.search(r'id="data">([^<]*)<', document)[1])  # type: ignore[index]
     assert content["count"] == 200
-    panel = content["panels"][0]
-    assert np.array_equal(panel["weights"], to_bytes(picture.patterns["intact"]).ravel())
-    stuck = (
-        picture.verdicts.assign(stuck=picture.verdicts["intact"] == "unselectable").groupby("position")["stuck"].sum()
-    )
-    for position, label in enumerate(panel["tokens"]):  # circuitsvis writes a token's index, which is its position
-        assert ("⊘" in label) == (stuck[position] > 0)
-    assert "⊘ by head: H3 " in document
+    titles = []
+    for panel, (label, pattern) in zip(content["panels"], picture.patterns.items(), strict=True):
+        assert panel["names"] == ["H3", "H15"]
+        assert np.array_equal(panel["weights"], to_bytes(pattern).ravel())
+        stuck = picture.verdicts[label].isin(["unselectable", "duplicate"]).to_numpy().reshape(2, 200)
+        titles.append(f"{label.capitalize()}. ⊘ by head: H3 {stuck[0].sum()}, H15 {stuck[1].sum()}")
+        # circuitsvis writes a token's index, which is its position
+        endings = [("", "⊘1", "⊘")[n] for n in stuck.sum(0)]
+        expected = [attention.axis_label(t) + end for t, end in zip(picture.tokens, endings, strict=True)]
+        assert panel["tokens"] == expected
+    assert re.findall(r"<figcaption>([^<]*)<", document) == titles
+    weights = np.stack(list(picture.patterns.values()))
+    assert content["full"] == pytest.approx(np.quantile(weights[weights > 0], 0.995))
+    assert (content["least"], content["causal"]) == (pytest.approx(content["full"] / 20), True)
+    few = ln_probe.attention(model, [tokens[0][:9]], layer=-1, heads=2, edit=None)
+    content = unpacked(re.search(r'id="data">([^<]*)<', few.document())[1])  # type: ignore[index]
+    assert (few.layer, few.heads, content["least"]) == (3, (2,), 0)
     assert repr(picture) == "LayerAttention(layer 1, heads 3, 15, 200 tokens; intact, scaling frozen)"
     assert list(ln_probe.attention(model, tokens, 0, 2, edit=None).patterns) == ["intact"]
     assert ln_probe.attention(make_bridge("gemma2"), [tokens[0][:9]], 0, 2, edit=None).verdicts.empty, (
@@ -248,7 +368,14 @@ def test_a_folder_of_reports_has_an_index(report: Report, tmp_path: Path) -> Non
         named(report, name).save(tmp_path / name)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "report.json").write_text('{"format": 4}')
+    for step in (100, 20):
+        named(report, "a", step).save(tmp_path / f"a{step}")
     html = write_index(tmp_path, {"bad": "ValueError: broken"}).read_text()
+    assert re.findall(r'<dt><a href="([^"]*)">([^<]*)</a>', html) == [
+        (f"{path}/report.html", name)
+        for path, name in (("a", "a"), ("a20", "a step 20"), ("a100", "a step 100"), ("org/b", "org/b"))
+    ]
+    assert html.count('class="heads"') == 4
     assert 'href="org/b/report.html"' in html
     assert 'id="table-comparison"' in html
     assert "bad failed: ValueError: broken" in Page(html).text
@@ -265,17 +392,19 @@ def test_an_index_of_checkpoints_is_drawn_over_training(report: Report) -> None:
     runs = [IndexEntry(f"m step {s}", f"{s}/report.html", named(report, "m", s)) for s in (0, 10)]
     assert 'id="training"' in index_page(runs)
     assert 'id="training"' not in index_page(runs[:1])
+    assert short_names(["/x/run step 5", "/x/run step 10", "gpt2"]) == ["run step 5", "run step 10", "gpt2"]
+    assert short_names(["/x/a/run", "/x/b/run", "o/m"]) == ["a/run", "b/run", "o/m"]
 
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_the_forest_plot_shows_the_numbers_of_its_first_models(
-    most: int, report: Report, monkeypatch: pytest.MonkeyPatch
+    most: int, report: Report, causal: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "ROWS", most)
-    figure = figures.forest(["a", "b"], [report, report])
-    (row,) = report.causal.query("sites == 'all' and variant == 'no_scaling'").to_dict("records")
-    drawn = [line.get_xdata()[0] for line in figure.axes[0].lines]
-    assert drawn.count(row["delta_loss"]) == most
+    (axes,) = figures.forest(["a", "b"], [replace(report, tables={"causal": causal}), Report()]).axes
+    assert marks(axes) == [("o", 0.3, 0.0, 1.0), ("o", -0.01, 0.2, figures.PALENESS)]
+    texts = [("a", "normal"), ("+0.300", "bold"), ("b", "normal"), ("not measured", "normal")][: 2 * most]
+    assert [(text.get_text(), text.get_weight()) for text in axes.texts] == texts
 
 
 def test_hostile_names_in_pages_without_scripts(report: Report, tmp_path: Path) -> None:

@@ -98,32 +98,3 @@ def test_worlds_agree(case: Case, kept: Path, tmp_path: Path) -> None:
 
 def read(folder: Path) -> dict[str, pd.DataFrame]:
     return {t: pd.read_parquet(folder / f"{t}.parquet") for t in TABLES}
-
-
-@pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
-@pytest.mark.slow
-@pytest.mark.release
-@pytest.mark.parametrize(("checkpoint", "tokens", "sites", "how"), [
-    ("capp", (0, 53, 2, 96), 9, {}),
-    ("mgm", (4, 9669, 1, 128), 17, {}),
-    # RMSNorm, grouped queries, rotary keys, and a sink whose sigma is a hundred times the rest
-    ("smollm2", (20, 40_000, 1, 48), 6,
-     {"layers": [0, 15, 29], "probes": ("decomposition", "selectability", "uniformity")}),
-])  # fmt: skip
-def test_real_checkpoints_in_both_worlds(
-    checkpoint: str, tokens: tuple[int, ...], sites: int, how: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
-    path, (first, last, *shape) = request.getfixturevalue(checkpoint), tokens
-    drawn = torch.randint(first, last, shape, generator=torch.Generator().manual_seed(0))
-    if checkpoint == "mgm":
-        drawn[:, 0] = 2
-    reports = []
-    for world in worlds():
-        model = ln_probe.load_model(path, world=world, allow_pickle=checkpoint == "mgm", device="cpu")
-        reports.append(ln_probe.analyze(model, drawn, progress=False, **how))
-        del model
-    for report in reports:
-        assert report.layernorms["reconstruction_error"].max() < 1e-5
-        assert len(report.layernorms) == sites
-        assert report.provenance["selectability"]["undecided"] == 0
-    assert_same_findings(*({t: getattr(r, t) for t in TABLES} for r in reports), 1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def test_long_prompts_are_cut_with_a_note_and_the_first_are_used(reader: Any) ->
     (note,) = prompts.notes
     assert "1 of 2 prompts were cut to 32 tokens" in note
     assert [len(row) for row in make_prompts(reader, ["abcdef"], max_tokens=3).tokens] == [3]
+    assert make_prompts(reader, ["abc"], max_tokens=4).notes == ()
     for several in (["abc", "de"], ROWS, torch.tensor([[3, 4], [5, 6]]), {"input_ids": ROWS}):
         assert len(tokens(reader, several, max_prompts=1)) == 1
     assert tokens(reader, None, max_prompts=2) == tokens(reader, None)[:2]
@@ -91,6 +93,8 @@ def test_a_text_file_is_read_as_it_stands(reader: Any, tmp_path: Path) -> None:
     path.write_text(text)
     assert list(read_prompts(path)) == [text]
     assert tokens(reader, path) == tokens(reader, [text])
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert list(read_prompts(path)) == [text]
     path.write_text(f"\n\n    indented\nline\n\n  \n{text}\n\n\n")
     assert list(read_prompts(path)) == ["    indented\nline", text]
     assert make_prompts(reader, path).source == "p.txt"
@@ -137,6 +141,8 @@ def test_data_sets_bring_texts_or_ids(reader: Any) -> None:
     texts = datasets.Dataset.from_dict({"text": ["", "abc", " ", "de"], "line": [0, 1, 2, 3]})  # WikiText has blanks
     assert tokens(reader, texts) == tokens(reader, ["abc", "de"])
     assert tokens(reader, datasets.Dataset.from_dict({"input_ids": ROWS})) == ROWS
+    masked = {"input_ids": [[*row, PAD] for row in ROWS], "attention_mask": [[1] * len(row) + [0] for row in ROWS]}
+    assert tokens(reader, datasets.Dataset.from_dict(masked)) == ROWS
     for other in (datasets.Dataset.from_dict({"content": ["a"]}), datasets.DatasetDict({"train": texts})):
         with pytest.raises(ValueError, match="column"):
             make_prompts(reader, other)
@@ -236,6 +242,14 @@ def test_what_cannot_be_used_is_an_error(given: Any, error: type[Exception], wor
         make_prompts(reader, given)
 
 
+@pytest.mark.parametrize(("mask", "word"), [
+    ([[1, 1, 1], [0, 0, 0]], "1: .* all"), ([[1, 1, 1], [1, 0, 1]], "1: .* between"), ([[1, 1]], "lengths"),
+])  # fmt: skip
+def test_masks_that_cannot_be_used(mask: list[list[int]], word: str, model: Any) -> None:
+    with pytest.raises(ValueError, match=word):
+        make_prompts(model, {"input_ids": [[5, 6, 7], [7, 8, 9]], "attention_mask": mask})
+
+
 @pytest.mark.parametrize(("options", "word"), [
     ({"max_tokens": "x"}, "max_tokens"),
     ({"max_prompts": 0}, "max_prompts"),
@@ -260,7 +274,11 @@ def test_tokens_have_the_names_of_a_file(name: str, content: str, model: Any, tm
     assert names == read_token_names(["the", "cat", "<EOS>"]) == {0: "the", 1: "cat", 2: "<EOS>"}
     prompts = make_prompts(model, [[0, 1, 7]], token_names=names)
     assert prompts.strings == (("the", "cat", "7"),)
-    assert any("3 of the model's 50" in note for note in prompts.notes)
+    assert any("names 3 of the model's 50" in note for note in prompts.notes)
+    digest = hashlib.sha256(np.array([3, 0, 1, 7], np.int64).tobytes()).hexdigest()  # a row's length, then its ids
+    size = {"count": 1, "tokens": 3, "longest": 3}
+    assert prompts.summary == size | {"source": "tokens", "sha256": digest, "begin": ["the cat 7"]}
+    assert make_prompts(model, [[49]], token_names=dict.fromkeys(range(50), "a")).notes == ()
     report = ln_probe.analyze(model, ROWS, probes=["decomposition"], tokenizer=tmp_path / name, progress=False)
     assert report.provenance["arguments"]["tokenizer"] == str(tmp_path / name)
 
