@@ -1,24 +1,32 @@
-"""Tables that are committed are what experiments make of the committed values of every seed; figures in the text."""
+"""Committed results: tables follow from the values of every seed, experiments are those that were run, figures."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from lab_models import write_words
 from scipy import stats
 
-from ln_probe.analyses.lab.approximation import approximation, text_models
-from ln_probe.analyses.lab.counting import counters, counting, rational_recurrence, saturated_states, traces
+from ln_probe.analyses.lab.approximation import approximation, relative, text_models
+from ln_probe.analyses.lab.counting import counters, counting, rational_recurrence, saturated_states, tasks, traces
 from ln_probe.analyses.lab.crasp import compiler, depth
+from ln_probe.analyses.lab.experiments import EXPERIMENTS, Request
 from ln_probe.analyses.lab.language_model import encoder, published, remove_norm, two_by_two
 from ln_probe.analyses.lab.majority import majority, random_keys
 from ln_probe.analyses.lab.results import interval
+from ln_probe.analyses.lab.runs import Run
+from ln_probe.analyses.lab.text_task import TextTask
 
 PUBLISHED_FOLDER = Path(__file__).parents[2] / "analyses" / "lab" / "published"
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"
@@ -75,6 +83,119 @@ def test_tables_are_made_of_the_values_of_every_seed(experiment: str) -> None:
 
 def test_all_committed_results_are_checked() -> None:
     assert {*EVALUATED} == {path.parent.name for path in PUBLISHED_FOLDER.glob("*/results.json")}
+
+
+# What trains: the committed table with its steps, and how many cells were added after that was made.
+TRAINED: dict[str, tuple[str, int]] = {
+    **dict.fromkeys(("majority", "language_model", "language_model_full", "remove_norm"), ("curves", 0)),
+    "encoder": ("curves", 2),
+    **dict.fromkeys(("language_model_bundled", "fresh_seeds", "fresh_seeds_long"), ("seeds", 0)),
+    **dict.fromkeys(("approximation", "longer_inputs", "adaptive_memory"), ("errors", 0)),
+    "depth": ("exact_match", 0), "depth_deep": ("exact_match", 1), "approximation_text": ("losses", 0),
+    "counting": ("values", 4), "anbk": ("values", 0), "counting_traces": ("networks", 0),
+}  # fmt: skip
+MORE_SEEDS = ("depth", "counting")  # committed with more than an experiment has by default
+# Not of the experiment: the text, when state was saved, and which models were kept.
+OTHERS = ("files", "train_tokens", "valid_tokens", "tokenizer_sha256", "seed", "state_every", "save_at")
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "depth": {"bins": depth.BINS, "hit": depth.HIT, "train_lengths": depth.TRAIN_LENGTHS},
+    "longer_inputs": {"lengths": approximation.LENGTHS},
+    "approximation": {"variance": {target: relative.variance(target) for target in ("1b", "2a", "2b", "4a", "4b")}},
+    "counting": {
+        "train_length": tasks.TRAIN_LENGTH, "accepted": tasks.ACCEPTED, "max_trained_n": tasks.MAX_TRAINED_N,
+    },
+    "counting_traces": {"straight": traces.STRAIGHT, "readable": traces.READABLE, "settling": traces.SETTLING},
+    "saturated_states": {"draws": saturated_states.DRAWS, "cap": saturated_states.CAP},
+    "rational_recurrence": {
+        "draws": rational_recurrence.DRAWS, "networks": rational_recurrence.NETWORKS,
+        "words": f"{rational_recurrence.WORDS} of {rational_recurrence.LENGTH} letters",
+    },
+    "compiler": {
+        "every_word_to": compiler.EVERY_WORD_TO, "letters": compiler.LETTERS, "words": compiler.WORDS,
+        "few_words": compiler.FEW_WORDS,
+    },
+    "random_keys": {"draws": random_keys.DRAWS},
+    "encoder": {"contexts": encoder.SMALL.contexts},
+    "language_model": {"contexts": published.CONTEXTS},
+    "fresh_seeds": {"windows": two_by_two.SHORT.contexts},
+    "fresh_seeds_long": {"windows": two_by_two.LONG.contexts},
+    "language_model_bundled": {"contexts": two_by_two.BUNDLED.contexts},
+    "remove_norm": {"schedule": asdict(remove_norm.FULL.schedule), "contexts": remove_norm.FULL.contexts},
+    "anbk": {"constant_answer": {tasks.ABSOLUTE: 2 / 3, tasks.THRESHOLD: 1 / 2}},
+}  # fmt: skip
+
+
+class PlannedError(Exception):
+    """Raised with the runs of an experiment in place of training them."""
+
+
+def planned_runs(experiment: str, out: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Path | None) -> list[Run]:
+    """The runs of an experiment at full size with its default seeds."""
+    about = EXPERIMENTS[experiment]
+    module, _, function = about.path.rpartition(".")
+    home = importlib.import_module(f"ln_probe.analyses.lab.{module}")
+
+    def stop(runs: list[Run], request: Request) -> None:
+        raise PlannedError(runs)
+
+    monkeypatch.setattr(home, "carry_out", stop)
+    monkeypatch.setattr(two_by_two, "text", lambda request: TextTask(request.texts, two_by_two.D_VOCAB, 256))
+    text = write_words(out / "long.txt", ("the lamp", "was lit", "and the ships", "came home"), 20_000)
+    texts = (text,) * about.needs_text
+    request = Request(Path("none"), tuple(range(about.seeds)), texts=texts, tokenizer=tokenizer)
+    with pytest.raises(PlannedError) as caught:
+        getattr(home, function)(request)
+    return list(caught.value.args[0])
+
+
+def differing(committed: dict[str, Any], ours: dict[str, Any], run: Run) -> set[str]:
+    """The settings of a run that are not the committed ones, which may be by task and model, rate, or shape."""
+    for name in (f"{run.keys.get('task')}, {run.keys.get('model')}", f"lr {run.keys.get('lr')}"):
+        committed = committed.get(name, committed)
+    shape, ours = run.keys.get("shape"), json.loads(json.dumps(ours))
+    committed = {k: v.get(shape, ours.get(k)) if isinstance(v, dict) else v for k, v in committed.items()}
+    return {k for k, v in committed.items() if k not in OTHERS and ours.get(k) != v}
+
+
+@pytest.mark.parametrize("experiment", TRAINED)
+def test_an_experiment_is_the_one_whose_results_are_committed(
+    experiment: str, tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cells, seeds, steps, training, models and data at full size are those of the committed tables and settings."""
+    gpt2 = shared / "tokenizers" / "gpt2" if experiment == "language_model_full" else None
+    runs = planned_runs(experiment, tmp_path, monkeypatch, gpt2)
+    name, added = TRAINED[experiment]
+    table = table_at(folder(experiment), name)
+    keys = list(runs[0].keys)
+    rows = {key: part for key, part in table.groupby([table[k].astype(str) for k in keys]) if key != ("before",)}
+    cells = [tuple(str(value) for value in run.keys.values()) for run in runs]
+    assert {*rows} <= {*cells}
+    assert len({*cells}) == len(rows) + added
+    seeds, default = sorted(set(table["seed"])), EXPERIMENTS[experiment].seeds
+    assert len(seeds) == default or experiment in MORE_SEEDS
+    shipped = {0} if experiment == "language_model_bundled" else set()
+    assert {run.seed for run in runs} | shipped == {*seeds[:default]}
+    about = json.loads((folder(experiment) / "results.json").read_text())
+    assert EXPERIMENTS[experiment].needs_text == ("--text" in about["command"])
+    for run, cell in zip(runs, cells, strict=True):
+        if "step" in table and cell in rows:
+            evaluated = {s for s in range(1, run.training.steps + 1) if run.training.evaluates_at(s)}
+            committed = {*rows[cell]["step"]} - {0}
+            assert max(committed) == run.training.steps or run.keys.get("d") == 8  # to the end only some were trained
+            assert committed == {s for s in evaluated if s <= max(committed)} or run.keys.get("d") == 3
+        if run.keys.get("d") != 3:
+            rate = {"lr"} if "heads" in run.keys else set()
+            assert differing(about["settings"].get("training", {}), vars(run.training), run) <= rate, run.name
+            assert differing(about["settings"].get("data", {}), run.task.identity, run) == set()
+    assert differing(about["settings"].get("model", {}), runs[0].spec.to_dict(), runs[0]) == set()
+
+
+@pytest.mark.parametrize("experiment", CONSTANTS)
+def test_constants_are_those_of_committed_runs(experiment: str) -> None:
+    settings = json.loads((folder(experiment) / "results.json").read_text())["settings"]
+    for name, value in CONSTANTS[experiment].items():
+        committed = json.loads(json.dumps(value))
+        assert committed == (pytest.approx(settings[name]) if isinstance(value, dict) else settings[name]), name
 
 
 def test_contrasts_of_registered_runs_follow_from_the_values() -> None:
