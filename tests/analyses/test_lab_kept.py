@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from lab_models import write_words
+from lab_runs import ran
 from scipy import stats
 
 from ln_probe.analyses.lab.approximation import approximation, relative, text_models
@@ -196,6 +197,71 @@ def test_constants_are_those_of_committed_runs(experiment: str) -> None:
     for name, value in CONSTANTS[experiment].items():
         committed = json.loads(json.dumps(value))
         assert committed == (pytest.approx(settings[name]) if isinstance(value, dict) else settings[name]), name
+
+
+# What trains nothing: its table of values, and constants that shorten it without changing the values it keeps.
+MEASURED_AGAIN: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "counters": ("values", (0,), {"LARGEST": 40, "LARGEST_GRU": 40}),
+    "rational_recurrence": ("values", (0,), {"BLOCKS": (2,), "NETWORKS": 1, "LENGTH": 32}),
+    "saturated_states": ("values", (0,), {"LENGTHS": (8, 16)}),
+    "random_keys": ("maps", (0, 1, 2), {"DIMENSIONS": (3,), "COUNTS": (3, 12), "SHOWN": (5,), "HEAD_COUNTS": (128,)}),
+    "compiler": ("agreement", (0,), {"WORDS": 16}),
+}
+FEW = {
+    "random_keys": {"HEADS": random_keys.HEADS[:2]},
+    "compiler": {"PROGRAMS": {n: compiler.PROGRAMS[n] for n in ("majority", "majority of majorities, depth 2")}},
+}
+
+
+@pytest.mark.parametrize("experiment", MEASURED_AGAIN)
+def test_committed_values_are_measured_again(experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, seeds, constants = MEASURED_AGAIN[experiment]
+    home = importlib.import_module(f"ln_probe.analyses.lab.{EXPERIMENTS[experiment].path.rpartition('.')[0]}")
+    for constant, value in (constants | FEW.get(experiment, {})).items():
+        monkeypatch.setattr(home, constant, value)
+    results = ran(experiment, tmp_path, seeds, quick=False)
+    measured, committed = results.tables[name], table_at(folder(experiment), name)
+    value = "mean" if experiment == "random_keys" else "value"
+    if experiment == "counters":  # tried on fewer n
+        committed[value] = committed[value].clip(upper=40)
+        assert len(measured) == len(committed)
+    if experiment == "compiler":
+        random = measured["measure"].str.startswith("random")  # of other words, but what suffices is right on all
+        assert (measured[random & measured["suffices"]]["value"] == 1).all()
+        measured = measured[~random]
+        operations = table_at(folder(experiment), "operations")
+        pd.testing.assert_frame_equal(results.tables["operations"], operations, check_dtype=False, rtol=1e-4)
+    columns = [c for c in measured if c in committed and c not in ("value", "mean", "words", "published")]
+    exact = [c for c in columns if measured[c].dtype.kind != "f"]
+    both = measured.merge(committed[[*exact, value]], on=exact, how="left", suffixes=("", "_committed"))
+    assert len(both) == len(measured)
+    assert len(both) > 15
+    np.testing.assert_allclose(
+        both[value], both[f"{value}_committed"].fillna(0), rtol=1e-4
+    )  # undecided: none, not committed
+
+
+def test_growth_of_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exponents by scipy's line over the last two doublings of each draw's counts."""
+    monkeypatch.setattr(saturated_states, "LENGTHS", (8, 16))
+    monkeypatch.setattr(saturated_states, "DRAWS", 8)
+    growth = ran("saturated_states", tmp_path, (3,), quick=False).tables["growth"]
+    growth = growth.set_index(["cell", "layers", "hidden", "measure"])["value"]
+    assert len(growth) == 4 * len(saturated_states.CELLS)
+    for number, cell in enumerate(saturated_states.CELLS):
+        rng, powers, settled = np.random.default_rng([3, number]), [], []
+        for _ in range(8):
+            net = saturated_states.drawn(cell.cell, cell.layers, rng, cell.hidden)
+            counts, comes_back = saturated_states.reachable(net, 16)
+            line = stats.linregress(np.log(np.arange(4, 17)), np.log(counts[3:]))
+            powers.append(0.0 if comes_back else line.slope)
+            settled.append(comes_back)
+        expected = {
+            "exponent, largest": max(powers), "exponent, median": np.median(powers),
+            "settled draws": np.mean(settled), "growing draws": np.mean(np.array(powers) > 0.5),
+        }  # fmt: skip
+        for measure, value in expected.items():
+            assert growth[cell.cell, cell.layers, cell.hidden, measure] == pytest.approx(value), (cell, measure)
 
 
 def test_contrasts_of_registered_runs_follow_from_the_values() -> None:
