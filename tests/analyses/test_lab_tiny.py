@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,9 +76,29 @@ def tiny(tmp_path: Path, books: tuple[Path, Path], monkeypatch: pytest.MonkeyPat
         for name, value in {"planned": shrunk, **constants}.items():
             monkeypatch.setattr(home, name, value)
         texts = {"texts": books} if EXPERIMENTS[experiment].needs_text else {}
-        return ran(experiment, tmp_path / "out", seeds, **texts | (request or {})), runs
+        results = ran(experiment, tmp_path / "out", seeds, **texts | (request or {}))
+        assert_written(results, tmp_path / "out")
+        return results, runs
 
     return run
+
+
+def assert_written(results: Results, out: Path) -> None:
+    """Every table and figure is in the folder, as the results have it; the summary and short tables as CSV."""
+    about = json.loads((out / "results.json").read_text())
+    names = {"summary": "csv"} | {n: "parquet" if len(t) > 1000 else "csv" for n, t in results.tables.items()}
+    assert sorted(about["tables"]) == sorted(f"{n}.{'csv' if n == 'summary' else end}" for n, end in names.items())
+    assert about["diverged"] == list(results.diverged)
+    for name in about["tables"]:
+        table = results.tables[name.partition(".")[0]]
+        written = pd.read_csv(out / name) if name.endswith(".csv") else pd.read_parquet(out / name)
+        assert list(written) == list(table)
+        assert len(written) == len(table)
+        numbers = table.select_dtypes("float")
+        np.testing.assert_allclose(written[list(numbers)].to_numpy(float), numbers.to_numpy(), rtol=1e-11)
+    assert about["figures"] == [f"{name}.png" for name in results.figures]
+    for name in about["figures"]:
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
 
 
 def trained(run: Run, step: int | None = None) -> Any:

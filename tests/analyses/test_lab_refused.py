@@ -1,0 +1,241 @@
+"""What the laboratory refuses, by type and a word; and small functions by their definitions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+
+from ln_probe.analyses.lab.approximation import relative
+from ln_probe.analyses.lab.counting import counting, saturated_states, traces
+from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
+from ln_probe.analyses.lab.crasp import compiler, temporal
+from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
+from ln_probe.analyses.lab.crasp.read_back import read_back
+from ln_probe.analyses.lab.crasp.weights import CompiledProgram, compile_program
+from ln_probe.analyses.lab.experiments import Request, run
+from ln_probe.analyses.lab.language_model import remove_norm
+from ln_probe.analyses.lab.norms import Norm
+from ln_probe.analyses.lab.runs import finished
+from ln_probe.analyses.lab.text_task import TextTask, read_tokenizer
+from ln_probe.analyses.lab.train import DivergedError, TrainConfig, load_run, load_weights, train
+from ln_probe.analyses.lab.transformer import LabConfig, alibi_slopes, sinusoidal_table
+
+SHAPE = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=280, n_ctx=8)
+SHORT = TrainConfig(steps=2, batch=2, save_at=(0,))
+
+# 1100 truth values that are counted again; 140 levels of two layers each.
+WIDE = " ".join([f"x{i} := #[Q_a] > {i}" for i in range(1100)] + ["y0 := Q_a"] + [
+    f"y{i + 1} := y{i} or #[x{i}] > 1" for i in range(1100)
+])  # fmt: skip
+DEEP = " ".join(["p0 := Q_a", *(f"p{i + 1} := #[p{i}] > 1 and #[p{i}] > {i + 2}" for i in range(140))])
+
+
+def altered(change: Callable[[Any], Any]) -> CompiledProgram:
+    """A compiled majority of majorities with other weights."""
+    compiled = compile_program(parse(compiler.gate_program(2)), alphabet="ab", n_ctx=9)
+    with torch.no_grad():
+        change(compiled.model.blocks[1])
+    return compiled
+
+
+def compiled(source: str, **options: Any) -> CompiledProgram:
+    return compile_program(parse(source), **options)
+
+
+def refused_run(out: Path, name: str = "majority", **options: Any) -> Any:
+    return run(name, Request(out, **{"seeds": (0,)} | options), command="", ln_probe_version="0")
+
+
+REFUSED: list[tuple[Callable[[Path, Path], Any], type[Exception], str]] = [
+    (lambda out, _: refused_run(out, seeds=()), ValueError, "seeds"),
+    (lambda out, _: refused_run(out, "language_model"), ValueError, "text"),
+    (lambda out, text: refused_run(out, texts=(text,)), ValueError, "no text"),
+    (lambda out, text: refused_run(text), FileExistsError, "file"),
+    (lambda out, text: refused_run(out, "remove_norm", texts=(text,), tokenizer=out), ValueError, "tokenizer"),
+    (lambda out, text: refused_run(out, "fresh_seeds", texts=(text,)), ValueError, "trained on"),
+    (lambda out, _: finished([]), ValueError, "finished"),
+    (lambda out, _: Norm("rms", 4), ValueError, "unknown"),
+    (lambda out, _: Norm("none", 4)(torch.ones(2, 4)), ValueError, "calibrate"),
+    (lambda out, _: SHAPE.build()(torch.zeros(8, dtype=torch.long)), ValueError, "shape"),
+    (lambda out, _: SHAPE.build()(torch.zeros(1, 9, dtype=torch.long)), ValueError, "context"),
+    (lambda out, _: SHAPE.build()(torch.zeros(1, 8, dtype=torch.long), "both"), ValueError, "return_type"),
+    (lambda out, _: load_weights(SHAPE.build(), out / "none"), FileNotFoundError, "missing"),
+    (lambda out, text: TextTask([text], 280, 100_000), ValueError, "short"),
+    (lambda out, text: read_tokenizer(out / "none", 280), FileNotFoundError, "folder"),
+    (lambda out, text: read_tokenizer(out, 280), ValueError, "tokenizer"),
+    (lambda out, _: read_tokenizer(remove_norm.start_folder(), 1023), ValueError, "1024"),
+    (lambda out, _: relative.fit("1b", "log", (1.0,)), ValueError, "linear"),
+    (lambda out, _: traces.phases(RecurrentConfig("qrnn", 4, 3).build(), 2, 9), ValueError, "traces"),
+    (lambda out, _: traces.phases(RecurrentConfig("lstm", 4, 3, n_layers=2).build(), 2, 9), ValueError, "traces"),
+    (lambda out, _: compiled("x := Q_a", n_ctx=1), ValueError, "n_ctx"),
+    (lambda out, _: compiled("x := true"), ValueError, "alphabet"),
+    (lambda out, _: compiled("x := Q_a", alphabet="aa"), ValueError, "alphabet"),
+    (lambda out, _: compiled("x := Q_a").tokens(["a", "aa"]), ValueError, "lengths"),
+    (lambda out, _: compiled("x := Q_a").tokens(["b"]), ValueError, "symbol"),
+    (lambda out, _: compiled("x := 2000000000 * #[Q_a] > #[Q_b]", n_ctx=10**6), CRaspError, "factors"),
+    (lambda out, _: compiled(WIDE), CRaspError, "entries"),
+    (lambda out, _: compiled(DEEP), CRaspError, "layers"),
+    (lambda out, _: read_back(altered(lambda block: block.attn.W_V.mul_(0.3))), ValueError, "whole"),
+    (lambda out, _: read_back(altered(lambda block: block.attn.W_Q.add_(1))), ValueError, "uniform"),
+    (lambda out, _: read_back(compiled("x := Q_a", norm="none")), ValueError, "norm"),
+    (lambda out, _: read_back(altered(lambda block: block.mlp.W_in.normal_())), ValueError, "sum|vectors"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_is_refused(number: int, tmp_path: Path, prose: Path) -> None:
+    call, error, word = REFUSED[number]
+    with pytest.raises(error, match=word):
+        call(tmp_path, prose)
+
+
+def test_runs_that_cannot_go_on(tmp_path: Path, prose: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, out = TextTask([prose], 280, 8), tmp_path / "run"
+    train(task, SHAPE, SHORT, out, progress=False)
+    lab, weights = json.loads((out / "lab.json").read_text()), (out / "model.safetensors").read_bytes()
+    (out / "lab.json").write_text(json.dumps(lab | {"model": {"kind": "another"}}))
+    with pytest.raises(ValueError, match="LabTransformer"):
+        load_run(out)
+    (out / "lab.json").write_text(json.dumps(lab))
+    at = bytearray(weights)
+    at[-4:] = np.array([math.nan], np.float32).tobytes()
+    (out / "model.safetensors").write_bytes(bytes(at))
+    with pytest.raises(ValueError, match="NaN"):
+        load_run(out)
+    (out / "model.safetensors").write_bytes(weights)
+    (out / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="tokenizer"):
+        load_run(out)
+    (out / "tokenizer.json").unlink()
+    assert load_run(out).tokenizer is None
+    (out / "model.safetensors").unlink()
+    with FileLock(out / ".lock"), pytest.raises(FileExistsError, match="another process"):
+        train(task, SHAPE, SHORT, out, progress=False)
+    (out / "state.pt").write_bytes(b"not a state")
+    with pytest.raises(ValueError, match="damaged"):
+        train(task, SHAPE, SHORT, out, progress=False)
+    (out / "diverged.json").write_text('{"message": "it had diverged"}')
+    with pytest.raises(DivergedError, match="it had diverged"):
+        train(task, SHAPE, SHORT, out, progress=False)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+def test_training_is_torchs(schedule: str, optimizer: str, tmp_path: Path, prose: Path) -> None:
+    """The same weights by torch's optimizer, a rate by formula, clipping by hand and decay of matrices alone."""
+    task = TextTask([prose], 280, 8)
+    config: Any = replace(
+        SHORT, steps=6, seed=3, lr=0.02, lr_end=0.004, warmup=2, weight_decay=0.3, clip=0.4, optimizer=optimizer,
+        schedule=schedule, decay_steps=None if schedule == "cosine" else 8,
+    )  # fmt: skip
+    trained = train(task, SHAPE, config, tmp_path / "run", progress=False)
+    torch.manual_seed(3)
+    model = SHAPE.build()
+    parameters = list(model.parameters())
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optimizer]
+    decayed = [{"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in parameters]
+    steps = kind(decayed, betas=(0.9, 0.98))
+    losses = []
+    for step in range(6):
+        part = (step - 2) / ((config.decay_steps or 6) - 2)
+        falling = {"cosine": (1 + math.cos(math.pi * part)) / 2, "linear": 1 - part, "constant": 1.0}[schedule]
+        for group in steps.param_groups:
+            group["lr"] = 0.02 * (step + 1) / 2 if step < 2 else 0.004 + 0.016 * falling
+        loss = model(task.batch(step, 2, 3), return_type="loss")
+        losses.append(loss.item())
+        steps.zero_grad()
+        loss.backward()
+        norm = float(torch.cat([p.grad.flatten() for p in parameters]).norm())
+        for parameter in parameters:
+            parameter.grad *= min(1.0, 0.4 / (norm + 1e-6))
+        steps.step()
+    for (name, ours), theirs in zip(trained.named_parameters(), parameters, strict=True):
+        if not name.endswith("b_K"):  # whose gradient is rounding alone: softmax does not see it
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["train_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert last["step"] == 6
+
+
+def test_weights_start_as_torchs_or_gpt2s() -> None:
+    torch.manual_seed(0)
+    shape: Any = {"n_layers": 2, "d_model": 64, "n_heads": 4, "d_vocab": 500, "n_ctx": 300, "tied": False}
+    model = LabConfig(**shape, embed_std=0.3).build()
+    block = model.blocks[1]
+    wide = {model.embed.W_E: 0.3, model.pos_embed.W_pos: 0.02, block.attn.W_Q: 0.02, model.W_U: 0.02}
+    for weight, std in (wide | {block.attn.W_O: 0.01, block.mlp.W_out: 0.01, block.mlp.W_in: 0.02}).items():
+        assert float(weight.std()) == pytest.approx(std, rel=0.05)
+    assert not any(parameter.any() for name, parameter in model.named_parameters() if ".b_" in name)
+    model = LabConfig(**shape, init="torch").build()
+    attention, linear = torch.nn.MultiheadAttention(64, 4), torch.nn.Linear
+    block = model.blocks[0]
+    bounds = {
+        block.attn.W_Q: attention.in_proj_weight, block.attn.W_V: attention.in_proj_weight,
+        block.attn.W_O: attention.out_proj.weight, block.mlp.W_in: linear(64, 256).weight,
+        block.mlp.b_in: linear(64, 256).bias, block.mlp.W_out: linear(256, 64).weight,
+        block.mlp.b_out: linear(256, 64).bias, model.W_U: linear(64, 500).weight, model.b_U: linear(64, 500).bias,
+    }  # fmt: skip
+    for ours, theirs in bounds.items():
+        assert float(ours.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=0.08)
+        assert float(ours.mean()) == pytest.approx(0, abs=0.2 * float(ours.abs().max()))
+    for table in (model.embed.W_E, model.pos_embed.W_pos):
+        assert float(table.std()) == pytest.approx(1, rel=0.05)
+
+
+def test_positions_by_formula() -> None:
+    table = sinusoidal_table(20, 7)
+    expected = [[(math.sin, math.cos)[i % 2](t / 10_000 ** (i // 2 * 2 / 7)) for i in range(7)] for t in range(20)]
+    torch.testing.assert_close(table, torch.tensor(expected), atol=1e-5, rtol=0)
+    assert alibi_slopes(4).tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
+    names = {p: replace(SHAPE, positions=p).positional_embedding_type for p in ("learned", "none", "rotary", "alibi")}
+    assert names == {"learned": "standard", "none": "standard", "rotary": "rotary", "alibi": "alibi"}
+
+
+def test_taggers_by_definition() -> None:
+    model = counting.TransformerSpec(2, 2, "layernorm", 12).build()
+    words = torch.randint(2, (3, 9), generator=torch.Generator().manual_seed(0))
+    for t in range(9):
+        alone = model.body(torch.cat([torch.full((3, 1), 2), words[:, : t + 1]], dim=1))[:, -1, :2]
+        torch.testing.assert_close(model(words)[:, t], alone, rtol=1e-4, atol=1e-5)
+    specs = {cell: counting.Cell("L5", cell).spec() for cell in ("qrnn+", "qrnn x2", counting.TRANSFORMER)}
+    assert specs[counting.TRANSFORMER].to_dict()["n_ctx"] == 1025
+    plus, twice = specs["qrnn+"].build(), specs["qrnn x2"].build()
+    x = plus.layers[0](plus.embed(words))
+    torch.testing.assert_close(plus(words), plus.out(1 / (1 + (-plus.plus(x)).exp())))
+    assert [layer.window for layer in twice.layers] == [2, 1]
+    torch.testing.assert_close(twice(words), twice.out(twice.layers[1](twice.layers[0](twice.embed(words)))))
+
+
+def test_states_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter has n + 1 states after n letters: growth is measured below the cap alone."""
+    monkeypatch.setattr(saturated_states, "CAP", 10)
+    W = np.zeros((4, 2))
+    W[2] = 1, -1
+    layer = saturated_states.SaturatedLayer("lstm", W, np.zeros((4, 1)), np.array([1.0, 1, 0, 1]))
+    counts, settled = saturated_states.reachable([layer], 20)
+    np.testing.assert_array_equal(counts, np.minimum(np.arange(2, 22), 10))
+    assert not settled
+    lengths = np.arange(2, 9)
+    slope = np.polyfit(np.log(lengths), np.log(lengths + 1), 1)[0]
+    assert saturated_states.exponent(counts, settled) == pytest.approx(slope)
+    far = np.array([[0, 2**40], [2**40, -(2**40)], [0, 2**40], [1, 0]])
+    assert sorted(map(tuple, saturated_states.distinct(far).tolist())) == sorted({*map(tuple, far.tolist())})
+
+
+def test_formulas_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    formula = temporal.formula_of(parse("x := #[Q_a] > 3 or Q_b"))
+    monkeypatch.setattr(temporal, "MOST_LETTERS", len(str(formula)) - 1)
+    with pytest.raises(ValueError, match="wide"):
+        str(formula)
+    monkeypatch.setattr(temporal, "MOST_NODES", 5)
+    with pytest.raises(CRaspError, match="wide"):
+        temporal.formula_of(parse("x := #[Q_a] > 3 or Q_b and #[Q_b] > 1"))
