@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pandas as pd
 import pytest
 from lab_models import write_words
 from lab_runs import ran
+from matplotlib.figure import Figure
 from scipy import stats
 
 from ln_probe.analyses.lab.approximation import approximation, relative, text_models
@@ -75,6 +77,7 @@ def test_tables_are_made_of_the_values_of_every_seed(experiment: str) -> None:
     for name, table in tables.items():
         if name in committed or len(table):  # empty: of models that an experiment does not have
             kept, made = table_at(where, name), table.reset_index(drop=True)
+            assert list(kept) == list(made)
             # A nonlinear least-squares optimum is searched for anew, and its steps depend on how BLAS rounds.
             searched = [column for column in kept.columns if column == "optimum"]
             pd.testing.assert_frame_equal(kept[searched], made[searched], check_dtype=False, rtol=1e-6, atol=1e-9)
@@ -199,10 +202,100 @@ def test_constants_are_those_of_committed_runs(experiment: str) -> None:
         assert committed == (pytest.approx(settings[name]) if isinstance(value, dict) else settings[name]), name
 
 
+def drawn(figure: Figure, x: str, y: str) -> pd.DataFrame:
+    """What the lines of a figure show: their panel's title, their label, and every point."""
+    parts = [
+        pd.DataFrame({"title": ax.get_title(), "line": str(line.get_label()), x: line.get_xdata(), y: line.get_ydata()})
+        for ax in figure.axes
+        for line in ax.lines
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+def over(column: str, form: str) -> Callable[[pd.DataFrame], pd.Series]:
+    return lambda table: table[column].map(form.format)
+
+
+# Of a figure: rows of a table (by a query), its panels (columns), its lines (a column, or made of columns), x and y.
+MEMORY = "measure == 'mse' and norm == 'none' and not dot_product and target in ('4a', '4b') and width == 0"
+LENGTH = {"length": lambda t: t["measure"].str.extract(r"(\d+)$")[0].astype(float)}
+MIDDLE = {"letters": lambda t: t["measure"].str.extract(r"(\d+)_(\d+)").astype(float).mean(axis=1)}
+LANGUAGE = MIDDLE | {"language": over("k", "L{}")}
+FIGURES: dict[tuple[str, str], tuple[str, str, dict[str, Any], list[str], str, str, str]] = {
+    ("approximation", "heads"): (
+        "summary", MEMORY + " and kernel in ('log', 'linear')", {"line": over("lr", "trained, rate {:g}")},
+        ["target", "kernel"], "line", "heads", "mean",
+    ),
+    ("longer_inputs", "longer"): (
+        "summary", "measure == 'relative_mse'", {"line": over("heads", "{} heads")}, ["target", "kernel"], "line",
+        "length", "mean",
+    ),
+    ("counting", "lengths"): (
+        "summary", "measure.str.startswith('accuracy') and norm_site == 'none'", LENGTH, ["task"], "model", "length",
+        "mean",
+    ),
+    ("counting", "norms_over_lengths"): (
+        "summary", "measure.str.startswith('accuracy')",
+        LENGTH | {"place": lambda t: t["model"] + ", on its " + t["norm_site"]}, ["place"], "norm", "length", "mean",
+    ),
+    ("counting_traces", "traces"): (
+        "traces", "seed == 0", {}, ["task", "model", "norm", "norm_site", "phase"], "n", "letter", "value",
+    ),
+    ("depth", "boundary"): (
+        "summary", "measure == 'exact_match_201_250' and positions == 'none'", {}, ["norm_order", "norm"], "depth", "k",
+        "mean",
+    ),
+    ("depth", "lengths"): (
+        "summary", "norm_order == 'post' and positions == 'none'", LANGUAGE, ["depth", "language"], "norm", "letters",
+        "mean",
+    ),
+    ("depth_deep", "deep"): ("summary", "k > 0", LANGUAGE, ["depth", "language"], "positions", "letters", "mean"),
+    ("encoder", "unselectable"): (
+        "summary", "measure == 'unselectable_fraction' and step == 1000 and "
+        "space in ('before the norm', 'normalized', 'head')", {}, ["shape", "space"], "norm", "layer", "mean",
+    ),
+    ("language_model", "unselectable"): (
+        "summary", "measure == 'unselectable_fraction' and space in ('before the norm', 'normalized', 'head')",
+        {"line": lambda t: t["norm"] + ", " + t["divisor"] + ": " + t["space"]}, ["layer"], "line", "step", "mean",
+    ),
+    ("saturated_states", "states"): (
+        "summary", "measure == 'states, largest'",
+        {"line": lambda t: t["cell"] + t["layers"].map(", {} × ".format) + t["hidden"].map(str)}, ["theory"], "line",
+        "length", "mean",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("experiment", "figure"), FIGURES)
+def test_figures_show_the_tables(experiment: str, figure: str) -> None:
+    name, query, made, panel, line, x, y = FIGURES[experiment, figure]
+    analyse, names = EVALUATED[experiment]
+    tables = analyse(*(table_at(folder(experiment), name) for name in names))
+    plots = {"longer_inputs": approximation.plot_longer, "depth_deep": depth.plot_deep}
+    plot = plots.get(experiment) or inspect.getmodule(inspect.unwrap(getattr(analyse, "func", analyse))).plot
+    shown = drawn(plot(tables)[figure], x, y)
+    rows = tables[name].query(query, engine="python").assign(**made)
+    titles = rows[panel].astype(str).agg(", ".join, axis=1)
+    expected = pd.DataFrame({"title": titles, "line": rows[line].astype(str), x: rows[x], y: rows[y]})
+    labelled = shown[~shown["line"].str.startswith("_")]
+    labelled = labelled[labelled["line"].isin(expected["line"])]
+    frames = [f.astype({x: float, y: float}).sort_values(["title", "line", x, y]) for f in (labelled, expected)]
+    pd.testing.assert_frame_equal(*(f.reset_index(drop=True) for f in frames), check_dtype=False)
+    others = {label for label in shown["line"] if label[0] != "_"} - {*expected["line"]}
+    if experiment in ("approximation", "longer_inputs"):  # beside what is trained, what is attained
+        best = shown[shown["line"].isin(others)][y].dropna()
+        column = "optimum" if experiment == "approximation" else "solved"
+        rows = rows if experiment == "longer_inputs" else rows[rows["lr"] == approximation.RATES[0]]
+        assert sorted(best) == pytest.approx(sorted(rows[column].clip(lower=1e-16)))
+    elif "published" in rows and rows["published"].notna().any():  # crosses
+        crosses = shown[shown["line"].str.startswith("_")][y].dropna()
+        assert sorted(crosses) == pytest.approx(sorted(rows["published"].dropna()))
+
+
 # What trains nothing: its table of values, and constants that shorten it without changing the values it keeps.
 MEASURED_AGAIN: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "counters": ("values", (0,), {"LARGEST": 40, "LARGEST_GRU": 40}),
-    "rational_recurrence": ("values", (0,), {"BLOCKS": (2,), "NETWORKS": 1, "LENGTH": 32}),
+    "rational_recurrence": ("values", (0,), {"BLOCKS": (2,), "largest_error": lambda *of: of[2]}),
     "saturated_states": ("values", (0,), {"LENGTHS": (8, 16)}),
     "random_keys": ("maps", (0, 1, 2), {"DIMENSIONS": (3,), "COUNTS": (3, 12), "SHOWN": (5,), "HEAD_COUNTS": (128,)}),
     "compiler": ("agreement", (0,), {"WORDS": 16}),
@@ -231,6 +324,8 @@ def test_committed_values_are_measured_again(experiment: str, tmp_path: Path, mo
         measured = measured[~random]
         operations = table_at(folder(experiment), "operations")
         pd.testing.assert_frame_equal(results.tables["operations"], operations, check_dtype=False, rtol=1e-4)
+    if experiment == "rational_recurrence":
+        assert (results.tables["errors"]["value"] == rational_recurrence.NETWORKS).all()
     columns = [c for c in measured if c in committed and c not in ("value", "mean", "words", "published")]
     exact = [c for c in columns if measured[c].dtype.kind != "f"]
     both = measured.merge(committed[[*exact, value]], on=exact, how="left", suffixes=("", "_committed"))
