@@ -27,6 +27,7 @@ from ln_probe.analyses.lab.crasp import compiler, depth
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Request
 from ln_probe.analyses.lab.language_model import encoder, published, remove_norm, two_by_two
 from ln_probe.analyses.lab.majority import majority, random_keys
+from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import interval
 from ln_probe.analyses.lab.runs import Run
 from ln_probe.analyses.lab.text_task import TextTask
@@ -269,8 +270,7 @@ FIGURES: dict[tuple[str, str], tuple[str, str, dict[str, Any], list[str], str, s
 @pytest.mark.parametrize(("experiment", "figure"), FIGURES)
 def test_figures_show_the_tables(experiment: str, figure: str) -> None:
     name, query, made, panel, line, x, y = FIGURES[experiment, figure]
-    analyse, names = EVALUATED[experiment]
-    tables = analyse(*(table_at(folder(experiment), name) for name in names))
+    tables, analyse = tables_of(experiment), EVALUATED[experiment][0]
     plots = {"longer_inputs": approximation.plot_longer, "depth_deep": depth.plot_deep}
     plot = plots.get(experiment) or inspect.getmodule(inspect.unwrap(getattr(analyse, "func", analyse))).plot
     shown = drawn(plot(tables)[figure], x, y)
@@ -290,6 +290,53 @@ def test_figures_show_the_tables(experiment: str, figure: str) -> None:
     elif "published" in rows and rows["published"].notna().any():  # crosses
         crosses = shown[shown["line"].str.startswith("_")][y].dropna()
         assert sorted(crosses) == pytest.approx(sorted(rows["published"].dropna()))
+
+
+def tables_of(experiment: str) -> dict[str, pd.DataFrame]:
+    analyse, names = EVALUATED[experiment]
+    return analyse(*(table_at(folder(experiment), name) for name in names))
+
+
+def test_other_figures_show_their_tables() -> None:
+    """Means of curves and crosses, maps of means, every seed's value at its norm, curves of every seed, exact n."""
+    tables = tables_of("majority")
+    panels = majority.plot(tables)["curves"].axes
+    curves = tables["curves"].query("d == 8 and step % 100 == 0")
+    for ax, measure in zip(panels, ("train_loss", "test_accuracy", "angle_deg"), strict=True):
+        means = curves[curves["measure"] == measure].groupby(["norm", "radius", "step"])["value"].mean()
+        shown = {line.get_label(): line.get_xydata() for line in ax.lines if line.get_label()[0] != "_"}
+        assert len(shown) == 8
+        for (norm, radius), part in means.groupby(["norm", "radius"]):
+            np.testing.assert_allclose(shown[f"{norm}, radius {radius}"][:, 1], part.sort_index().to_numpy())
+    maps = tables_of("random_keys")["maps"].query("space != 'a head' and measure != 'undecided_fraction'")
+    meshes = [ax.collections[0] for ax in random_keys.plot({"maps": maps})["maps"].axes]
+    groups = [part for _, part in maps.groupby(["measure", "space"], sort=False)]
+    for mesh, part in zip(meshes, groups, strict=True):
+        np.testing.assert_array_equal(mesh.get_array().ravel(), part.sort_values(["n", "d"])["mean"])
+    seeds = tables_of("fresh_seeds")["seeds"]
+    loss, fraction = two_by_two.plot({"seeds": seeds})["seeds"].axes[:2]
+    means = seeds[seeds["layer"] >= 0].groupby(["norm", "measure", "seed"])["value"].mean().reset_index()
+    for ax, rows in (
+        (loss, seeds[seeds["measure"] == "valid_loss"]),
+        (fraction, means[means["measure"] == "unselectable_fraction"]),
+    ):
+        expected = sorted(zip(rows["value"], rows["norm"], strict=True))
+        points = ax.lines[0].get_xydata().tolist()
+        assert [(x, NORM_KINDS[int(y)]) for x, y in sorted(points)] == [(pytest.approx(x), n) for x, n in expected]
+    tables, schedule = tables_of("remove_norm"), remove_norm.FULL.schedule
+    (ax,) = remove_norm.plot(tables, schedule, 9)["losses"].axes
+    losses = tables["curves"].query("measure == 'valid_loss'").sort_values("step")
+    shown = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
+    assert shown == {
+        f"{model}, seed {seed}": part["value"].tolist() for (model, seed), part in losses.groupby(["model", "seed"])
+    }
+    gone = ax.patches[0].get_extents().transformed(ax.transData.inverted())
+    assert (gone.x0, gone.x1) == pytest.approx((20, 200))
+    tables = tables_of("counting")
+    (ax,) = counting.plot(tables)["exact"].axes
+    ends = tables["values"].query("measure in ('exact_from', 'exact_to')").groupby("measure")["value"].apply(sorted)
+    segments = np.array(ax.collections[0].get_segments())
+    assert [sorted(segments[:, i, 0]) for i in (0, 1)] == [ends["exact_from"], ends["exact_to"]]
 
 
 # What trains nothing: its table of values, and constants that shorten it without changing the values it keeps.
