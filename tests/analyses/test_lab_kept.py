@@ -134,8 +134,10 @@ class PlannedError(Exception):
     """Raised with the runs of an experiment in place of training them."""
 
 
-def planned_runs(experiment: str, out: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Path | None) -> list[Run]:
-    """The runs of an experiment at full size with its default seeds."""
+def planned_runs(
+    experiment: str, out: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Path | None, quick: bool = False
+) -> list[Run]:
+    """The runs of an experiment with its default seeds."""
     about = EXPERIMENTS[experiment]
     module, _, function = about.path.rpartition(".")
     home = importlib.import_module(f"ln_probe.analyses.lab.{module}")
@@ -147,7 +149,7 @@ def planned_runs(experiment: str, out: Path, monkeypatch: pytest.MonkeyPatch, to
     monkeypatch.setattr(two_by_two, "text", lambda request: TextTask(request.texts, two_by_two.D_VOCAB, 256))
     text = write_words(out / "long.txt", ("the lamp", "was lit", "and the ships", "came home"), 20_000)
     texts = (text,) * about.needs_text
-    request = Request(Path("none"), tuple(range(about.seeds)), texts=texts, tokenizer=tokenizer)
+    request = Request(Path("none"), tuple(range(about.seeds)), quick=quick, texts=texts, tokenizer=tokenizer)
     with pytest.raises(PlannedError) as caught:
         getattr(home, function)(request)
     return list(caught.value.args[0])
@@ -193,6 +195,27 @@ def test_an_experiment_is_the_one_whose_results_are_committed(
             assert differing(about["settings"].get("training", {}), vars(run.training), run) <= rate, run.name
             assert differing(about["settings"].get("data", {}), run.task.identity, run) == set()
     assert differing(about["settings"].get("model", {}), runs[0].spec.to_dict(), runs[0]) == set()
+    longest = dict(zip(cells, [run.training.steps for run in runs], strict=True))
+    for run in planned_runs(experiment, tmp_path, monkeypatch, gpt2, quick=True):
+        assert 0 < run.training.steps < longest[tuple(str(value) for value in run.keys.values())], run.name
+
+
+def test_angles_before_training_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    angles = majority.start_angles(
+        [run for run in planned_runs("majority", tmp_path, monkeypatch, None) if run.seed < 3]
+    )
+    committed = table_at(folder("majority"), "curves").query("step == 0 and measure == 'angle_deg'")
+    both = angles.merge(committed, on=["d", "norm", "radius", "seed", "step", "measure"], validate="1:1")
+    assert len(both) == len(angles) == 39
+    np.testing.assert_allclose(both["value_x"], both["value_y"], rtol=1e-4)
+
+
+def test_least_squares_solutions_are_solved_again() -> None:
+    committed = table_at(folder("longer_inputs"), "solved")
+    cells = committed[["target", "kernel", "heads"]].drop_duplicates().to_dict("records")
+    solved = approximation.solved_errors([approximation.Cell(**cell) for cell in cells])
+    assert (solved["value"] < 1e-8).tolist() == (committed["value"] < 1e-8).tolist()
+    pd.testing.assert_frame_equal(solved, committed, rtol=0.01, atol=1e-8)
 
 
 @pytest.mark.parametrize("experiment", CONSTANTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from ln_probe.analyses.lab.approximation import relative
 from ln_probe.analyses.lab.counting import counting, saturated_states, traces
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.crasp import compiler, temporal
+from ln_probe.analyses.lab.crasp import read_back as reading
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
 from ln_probe.analyses.lab.crasp.read_back import read_back
 from ln_probe.analyses.lab.crasp.weights import CompiledProgram, compile_program
@@ -239,3 +241,67 @@ def test_formulas_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(temporal, "MOST_NODES", 5)
     with pytest.raises(CRaspError, match="wide"):
         temporal.formula_of(parse("x := #[Q_a] > 3 or Q_b and #[Q_b] > 1"))
+
+
+def meets(requirement: reading.Requirement, total: int) -> bool:
+    """Whether a sum over one formula, counted so that it is `total`, is below 0 where it has to be, and only there."""
+    ((_, factor),) = requirement[0].terms
+    return (factor * total + requirement[0].constant < 0) == requirement[1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pieces_between_bends_are_all_sums_once(seed: int) -> None:
+    """Every sum that counts can give lies in one piece, by its requirements; those tried are its ends or far out."""
+    rng = np.random.default_rng(seed)
+    start, common = int(rng.integers(-6, 7)), int(rng.integers(1, 4))
+    (letter,) = holds = [temporal.Formulas().symbol("a")]
+    bends = sorted({0.0, *map(float, rng.integers(-9, 10, size=3)), float(rng.integers(-9, 9)) + 0.5} - {0.0})
+    limits = [-math.inf, *bends, math.inf]
+    values = np.array([start, common])
+    pieces = [reading._between(values, low, high, common, holds) for low, high in itertools.pairwise(limits)]
+    inside: dict[int, list[int]] = {}
+    for count in range(-60, 61):
+        of = [i for i, piece in enumerate(pieces) if piece and all(meets(r, count) for r in piece.requirements)]
+        assert len(of) == 1
+        inside.setdefault(of[0], []).append(start + common * count)
+    for number, piece in enumerate(pieces):
+        assert (piece is None) == (number not in inside)
+        if piece is not None:
+            first, last = min(inside[number]), max(inside[number])
+            far = reading.BEYOND * common
+            least, most = number == 0, number == len(pieces) - 1
+            assert piece.sums == (last - far if least else first, first + far if most else last)
+            assert limits[number] <= first <= last <= limits[number + 1]
+            for end, outer in ((limits[number], first < 0), (limits[number + 1], last > 0)):
+                assert not (outer and end in inside[number]), "of two pieces that meet in a sum, the outer one has it"
+    assert all(
+        term[0] is letter for piece in pieces if piece for total, _ in piece.requirements for term in total.terms
+    )
+
+
+def test_what_counts_could_meet_by_trying() -> None:
+    letter = temporal.Formulas().symbol("a")
+    for sign, (a, below), (b, other) in itertools.product(
+        (1, -1), *[list(itertools.product(range(-4, 5), (True, False)))] * 2
+    ):
+        left = (temporal.Sum(((letter, 1),), a), below)
+        right = (temporal.Sum(((letter, sign),), b), other)
+        assert reading._possible(left, right) == any(meets(left, x) and meets(right, x) for x in range(-20, 21))
+
+
+@pytest.mark.parametrize("kernel", ["log", "linear", "t5"])
+def test_lags_by_formula(kernel: str) -> None:
+    features = relative.lag_features(kernel, 300).tolist()
+    for z in range(300):
+        beyond = 16 * math.log(min(max(z, 16), 128) / 16) / math.log(8)
+        phi = {"log": -math.log(z) if z else -math.inf, "linear": -z, "t5": -min(z, 16) - beyond}[kernel]
+        assert features[z] == pytest.approx(phi), z
+
+
+def test_relative_weights_start_at_the_size_of_their_sums() -> None:
+    torch.manual_seed(0)
+    model = relative.RelativeConfig(20, 16, 64, "log", dot_product=True).build()
+    sizes = {model.W_V: 32**-0.5, model.W_Q: 32**-0.5, model.W_K: 32**-0.5, model.W_O: 128**-0.5}
+    for weight, std in sizes.items():
+        assert float(weight.std()) == pytest.approx(std, rel=0.05)
+    assert float(model.embed.std()) == pytest.approx(1, rel=0.3)
