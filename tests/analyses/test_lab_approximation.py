@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lab_runs import by_definition
 
 from ln_probe.analyses.lab.approximation import relative as targets
-from ln_probe.analyses.lab.approximation.approximation import LENGTHS, Cell, solved_errors
 from ln_probe.analyses.lab.approximation.text_models import RelativeTextConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
 
@@ -135,14 +134,3 @@ def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
         assert float((model(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-10
         torch.testing.assert_close(model(x[:16]), by_definition(model, x[:16]), rtol=0, atol=1e-10)
         assert 1e-10 < float((adaptive_by_hand(1e-2)(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-2
-
-
-def test_solved_errors_by_formula() -> None:
-    table = solved_errors([Cell("4a", "log", 1), Cell("4b", "linear", 1), Cell("4a", "linear", 1)])
-    table = table.set_index(["target", "kernel", "measure", "length"])["value"].sort_index()
-    whole = {n: (np.arange(1, n) ** -0.5).sum() for n in LENGTHS}
-    for n in (1250, 8000):  # the same shape, divided by a larger sum
-        scaled = (1 - whole[targets.LENGTH] / whole[n]) ** 2
-        assert table["4a", "log", "relative_mse", n] == pytest.approx(scaled, rel=1e-6)
-    assert table["4b", "linear", "mse"].max() < 1e-25
-    assert table["4a", "linear", "mse", targets.LENGTH] == pytest.approx(targets.linear_optimum("4a", "linear", 1).mse)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from ln_probe.analyses.lab import text_task
 from ln_probe.analyses.lab.language_model.published import (
-    BEFORE,
-    FRACTION,
     FULL,
-    HEAD,
-    NORMALIZED,
     Size,
-    key_places,
     published_model,
-    unselectable_keys,
 )
 from ln_probe.analyses.lab.text_task import piecewise_loss
 
@@ -52,18 +45,3 @@ def test_logits_in_pieces(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, got = (torch.autograd.grad(loss, list(model.parameters())) for loss in (whole, parts))
     for a, b in zip(wanted, got, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-def test_keys_in_each_space() -> None:
-    """By theorem: after LayerNorm on a sphere; in head space two dimensions, where interior keys abound."""
-    torch.manual_seed(0)
-    model = published_model("layernorm", None, Size(300, 64, 2, 4, embed_std=1.0)).build()
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.W_K.normal_()
-    shares = unselectable_keys(model, torch.randint(300, (2, 64)), key_places(range(4)))
-    found = {(layer, space): value for layer, space, of, value in shares if of == FRACTION}
-    assert len(found) == 12
-    assert all(found[layer, NORMALIZED] == 0 for layer in range(4))
-    assert all(found[layer, HEAD] > 0.5 for layer in range(4))
-    assert 0 < np.mean([found[layer, BEFORE] for layer in range(4)]) < 0.5

@@ -57,6 +57,16 @@ def refused_run(out: Path, name: str = "majority", **options: Any) -> Any:
     return run(name, Request(out, **{"seeds": (0,)} | options), command="", ln_probe_version="0")
 
 
+CHOICES: list[tuple[dict[str, Any], str]] = [
+    ({"norm": "layernorm", "divisor": 2.0}, "leave out"),
+    ({"norm": "none", "divisor": 2.0, "radius": 1.0}, "not both"), ({"norm": "none", "divisor": -1.0}, "positive"),
+    ({"radius": 0.0}, "positive"), ({"positions": "rotary", "n_heads": 1, "d_head": 5}, "odd"),
+    ({"norm": "batchnorm"}, "unknown"), ({"n_heads": 3}, "divisible"), ({"n_layers": 0}, "whole"),
+    ({"positions": "polar"}, "unknown"), ({"norm_order": "middle"}, "unknown"), ({"init": "zeros"}, "unknown"),
+    ({"norm_final": "rms"}, "unknown"),
+]  # fmt: skip
+
+
 REFUSED: list[tuple[Callable[[Path, Path], Any], type[Exception], str]] = [
     (lambda out, _: refused_run(out, seeds=()), ValueError, "seeds"),
     (lambda out, _: refused_run(out, "language_model"), ValueError, "text"),
@@ -65,6 +75,8 @@ REFUSED: list[tuple[Callable[[Path, Path], Any], type[Exception], str]] = [
     (lambda out, text: refused_run(out, "remove_norm", texts=(text,), tokenizer=out), ValueError, "tokenizer"),
     (lambda out, text: refused_run(out, "fresh_seeds", texts=(text,)), ValueError, "trained on"),
     (lambda out, _: finished([]), ValueError, "finished"),
+    *((lambda out, _, choice=choice: replace(SHAPE, **{"d_head": None} | choice), ValueError, word)
+      for choice, word in CHOICES),
     (lambda out, _: Norm("rms", 4), ValueError, "unknown"),
     (lambda out, _: Norm("none", 4)(torch.ones(2, 4)), ValueError, "calibrate"),
     (lambda out, _: SHAPE.build()(torch.zeros(8, dtype=torch.long)), ValueError, "shape"),

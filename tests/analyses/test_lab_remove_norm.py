@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 
 from ln_probe.analyses.lab.language_model import remove_norm
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import TrainConfig, train
-from ln_probe.analyses.lab.transformer import LabConfig
 
 SIZE = remove_norm.Size(
     steps=14, batch=2, schedule=remove_norm.Schedule(2, 1, 1), valid_windows=2, contexts=2
 )  # 5 norms: over at step 12
-
-
-@pytest.fixture(scope="module")
-def start(prose: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained model of two layers."""
-    out = tmp_path_factory.mktemp("start") / "lm-tiny"
-    config = LabConfig(n_layers=2, d_model=16, n_heads=4, d_vocab=280, n_ctx=24)
-    train(TextTask([prose], 280, 24), config, TrainConfig(steps=30, batch=4), out, progress=False)
-    return out
 
 
 def test_each_stage_by_its_formula() -> None:
@@ -52,18 +37,3 @@ def test_each_stage_by_its_formula() -> None:
     batches_before = int(made.batches)
     made(x)
     assert int(made.batches) == batches_before, "a constant is no longer followed"
-
-
-def test_a_plain_model_computes_the_same(start: Path) -> None:
-    model = remove_norm.Start(start).build()
-    tokens = torch.randint(280, (2, 24), generator=torch.Generator().manual_seed(1))
-    model(tokens)
-    norms = remove_norm.replaceable_norms(model)
-    for norm in norms:
-        norm.stage.fill_(remove_norm.ONE_CONSTANT)
-    made = remove_norm.plain(model.eval())
-    torch.testing.assert_close(made(tokens), model(tokens))
-    assert {made.cfg.norm, made.cfg.norm_mlp, made.cfg.norm_final} == {"projection_only"}
-    norms[0].stage.fill_(remove_norm.TWO_CONSTANTS)
-    with pytest.raises(ValueError, match=r"\[1, 2\]"):
-        remove_norm.plain(model)

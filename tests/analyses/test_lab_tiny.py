@@ -523,6 +523,13 @@ def test_remove_norm(tmp_path: Path, books: tuple[Path, Path]) -> None:
     assert values.index.is_unique
     assert len(values) == 3 * len(SEEDS) * 8
     start = TextTask(books, 280, 16, tokenizer=tmp_path / "start")
+    removing = trained(
+        Run({}, None, remove_norm.Start(tmp_path / "start"), TrainConfig(1, 1), tmp_path / "out/runs/removed-seed1")
+    )  # type: ignore[arg-type]
+    for norm in remove_norm.replaceable_norms(removing)[:1]:
+        norm.stage.fill_(remove_norm.TWO_CONSTANTS)
+    with pytest.raises(ValueError, match=r"\[1, 2\]"):
+        remove_norm.plain(removing)
     for kind, where in (("removed", tmp_path / "out" / "models" / "removed-seed1"), ("before", tmp_path / "start")):
         model = load_run(where)
         assert model.cfg.norm == ("projection_only" if kind == "removed" else "layernorm")
