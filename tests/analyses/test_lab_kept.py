@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,17 @@ def table_at(where: Path, name: str) -> pd.DataFrame:
     return pd.read_parquet(file) if file.exists() else pd.read_csv(file.with_suffix(".csv"), dtype={"divisor": str})
 
 
+@cache
+def tables_of(experiment: str) -> dict[str, pd.DataFrame]:
+    """What an experiment makes of its committed values."""
+    analyse, names = EVALUATED[experiment]
+    return analyse(*(table_at(folder(experiment), name) for name in names))
+
+
 @pytest.mark.parametrize("experiment", EVALUATED)
 def test_tables_are_made_of_the_values_of_every_seed(experiment: str) -> None:
     where = folder(experiment)
-    analyse, names = EVALUATED[experiment]
-    tables = analyse(*(table_at(where, name) for name in names))
+    tables = tables_of(experiment)
     committed = {path.stem for path in where.iterdir() if path.suffix in (".csv", ".parquet")}
     assert {"summary"} <= committed <= {*tables}
     for name, table in tables.items():
@@ -313,11 +319,6 @@ def test_figures_show_the_tables(experiment: str, figure: str) -> None:
     elif "published" in rows and rows["published"].notna().any():  # crosses
         crosses = shown[shown["line"].str.startswith("_")][y].dropna()
         assert sorted(crosses) == pytest.approx(sorted(rows["published"].dropna()))
-
-
-def tables_of(experiment: str) -> dict[str, pd.DataFrame]:
-    analyse, names = EVALUATED[experiment]
-    return analyse(*(table_at(folder(experiment), name) for name in names))
 
 
 def test_other_figures_show_their_tables() -> None:

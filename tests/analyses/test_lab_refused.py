@@ -24,8 +24,9 @@ from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
 from ln_probe.analyses.lab.crasp.read_back import read_back
 from ln_probe.analyses.lab.crasp.weights import CompiledProgram, compile_program
 from ln_probe.analyses.lab.experiments import Request, run
-from ln_probe.analyses.lab.language_model import remove_norm
-from ln_probe.analyses.lab.norms import Norm
+from ln_probe.analyses.lab.gpt2 import as_gpt2, not_gpt2
+from ln_probe.analyses.lab.language_model import remove_norm, two_by_two
+from ln_probe.analyses.lab.norms import Norm, calibrate
 from ln_probe.analyses.lab.runs import finished
 from ln_probe.analyses.lab.text_task import TextTask, read_tokenizer
 from ln_probe.analyses.lab.train import DivergedError, TrainConfig, load_run, load_weights, train
@@ -34,6 +35,7 @@ from ln_probe.analyses.lab.transformer import LabConfig, alibi_slopes, sinusoida
 SHAPE = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=280, n_ctx=8)
 SHORT = TrainConfig(steps=2, batch=2, save_at=(0,))
 
+TWO_SUMS = "x := #[Q_a] > 1 y := #[Q_b] > 2 z := #[x] > #[y]"
 # 1100 truth values that are counted again; 140 levels of two layers each.
 WIDE = " ".join([f"x{i} := #[Q_a] > {i}" for i in range(1100)] + ["y0 := Q_a"] + [
     f"y{i + 1} := y{i} or #[x{i}] > 1" for i in range(1100)
@@ -41,11 +43,11 @@ WIDE = " ".join([f"x{i} := #[Q_a] > {i}" for i in range(1100)] + ["y0 := Q_a"] +
 DEEP = " ".join(["p0 := Q_a", *(f"p{i + 1} := #[p{i}] > 1 and #[p{i}] > {i + 2}" for i in range(140))])
 
 
-def altered(change: Callable[[Any], Any]) -> CompiledProgram:
-    """A compiled majority of majorities with other weights."""
-    compiled = compile_program(parse(compiler.gate_program(2)), alphabet="ab", n_ctx=9)
+def altered(change: Callable[[Any], Any], source: str = compiler.gate_program(2), block: int = 1) -> CompiledProgram:
+    """A compiled majority of majorities, or another program, with other weights in a block."""
+    compiled = compile_program(parse(source), alphabet="ab", n_ctx=9)
     with torch.no_grad():
-        change(compiled.model.blocks[1])
+        change(compiled.model.blocks[block])
     return compiled
 
 
@@ -84,6 +86,7 @@ REFUSED: list[tuple[Callable[[Path, Path], Any], type[Exception], str]] = [
     (lambda out, _: SHAPE.build()(torch.zeros(1, 8, dtype=torch.long), "both"), ValueError, "return_type"),
     (lambda out, _: load_weights(SHAPE.build(), out / "none"), FileNotFoundError, "missing"),
     (lambda out, text: TextTask([text], 280, 100_000), ValueError, "short"),
+    (lambda out, _: TextTask([remove_norm.start_folder() / "model.safetensors"], 280, 8), ValueError, "UTF-8"),
     (lambda out, text: read_tokenizer(out / "none", 280), FileNotFoundError, "folder"),
     (lambda out, text: read_tokenizer(out, 280), ValueError, "tokenizer"),
     (lambda out, _: read_tokenizer(remove_norm.start_folder(), 1023), ValueError, "1024"),
@@ -100,6 +103,7 @@ REFUSED: list[tuple[Callable[[Path, Path], Any], type[Exception], str]] = [
     (lambda out, _: compiled(DEEP), CRaspError, "layers"),
     (lambda out, _: read_back(altered(lambda block: block.attn.W_V.mul_(0.3))), ValueError, "whole"),
     (lambda out, _: read_back(altered(lambda block: block.attn.W_Q.add_(1))), ValueError, "uniform"),
+    (lambda out, _: read_back(altered(lambda block: block.mlp.W_in.normal_(), TWO_SUMS, 0)), ValueError, "two"),
     (lambda out, _: read_back(compiled("x := Q_a", norm="none")), ValueError, "norm"),
     (lambda out, _: read_back(altered(lambda block: block.mlp.W_in.normal_())), ValueError, "sum|vectors"),
 ]  # fmt: skip
@@ -317,3 +321,32 @@ def test_relative_weights_start_at_the_size_of_their_sums() -> None:
     for weight, std in sizes.items():
         assert float(weight.std()) == pytest.approx(std, rel=0.05)
     assert float(model.embed.std()) == pytest.approx(1, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tied": False}, {"bias_unembed": False, "norm": "projection_only"}, {"bias_qkv": False, "bias_mlp": False}],
+)
+def test_a_model_as_gpt2_computes_the_same(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = replace(SHAPE, n_layers=2, **options).build()
+    tokens = torch.randint(280, (2, 8))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        with calibrate(model):
+            model(tokens)
+        torch.testing.assert_close(as_gpt2(model)(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_what_gpt2_has_and_a_model_has_not() -> None:
+    assert not_gpt2(SHAPE) == ""
+    lacking: list[dict[str, Any]] = [
+        {"norm_mlp": None}, {"norm_order": "post"}, {"positions": "none"}, {"causal": False}, {"d_head": 2},
+    ]  # fmt: skip
+    assert all(not_gpt2(replace(SHAPE, **options)) for options in lacking)
+
+
+def test_quick_forms_take_any_text(prose: Path, tmp_path: Path) -> None:
+    task = two_by_two.text(Request(tmp_path, (0,), quick=True, texts=(prose,)))
+    assert (task.d_vocab, task.n_ctx) == (two_by_two.D_VOCAB, two_by_two.N_CTX)

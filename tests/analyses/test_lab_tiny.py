@@ -519,6 +519,8 @@ def test_remove_norm(tmp_path: Path, books: tuple[Path, Path]) -> None:
     results = remove_norm.run(request, size, tmp_path / "start")
     assert results.settings["text_is_that_of_the_start"]
     assert results.settings["norms"] == 5
+    again = remove_norm.run(request, size, tmp_path / "start")
+    pd.testing.assert_frame_equal(again.tables["seeds"], results.tables["seeds"])
     values = results.tables["seeds"].set_index(["model", "seed", "measure"])["value"]
     assert values.index.is_unique
     assert len(values) == 3 * len(SEEDS) * 8
@@ -557,7 +559,9 @@ class OneWorker(ThreadPoolExecutor):
         assert initargs[0] >= 1
 
 
-def test_side_by_side(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_side_by_side(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Runs in other processes give the same; one that diverges is named, and counted as a miss."""
     monkeypatch.setattr(laboratory, "ProcessPoolExecutor", OneWorker)
     options = {
@@ -566,7 +570,8 @@ def test_side_by_side(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     }  # fmt: skip
     results, runs = tiny("depth", depth, **options, request={"jobs": 2})
     assert not results.diverged
-    rerun, _ = tiny("depth", depth, **options)
+    rerun, _ = tiny("depth", depth, **options, request={"progress": True})
+    assert f"[2/{len(runs)}] {runs[1].name}" in capsys.readouterr().err
     pd.testing.assert_frame_equal(rerun.summary, results.summary)
     with pytest.raises(FileExistsError):
         tiny("depth", depth, schedule={"steps": 4}, **options, request={"jobs": 2})
