@@ -83,6 +83,8 @@ def test_a_norm_in_the_cell_by_definition(cell: str, site: str, norm: str) -> No
     """The equations of each cell letter by letter, with the laboratory's norm at its place; values and gradients."""
     torch.manual_seed(0)
     layer = RecurrentConfig(cell, 3, 2, norm=norm, norm_site=site).build().double().layers[0]
+    if layer.norm_state is not None:
+        assert (layer.norm_state.w is None) == (layer.norm_state.b is None) == (site == "state")
     for weight in layer.parameters():
         weight.data += 0.3 * torch.randn_like(weight)
     x = torch.randn(5, 7, 4, dtype=torch.float64)
