@@ -147,3 +147,24 @@ def test_a_counter_by_hand_is_found() -> None:
     np.testing.assert_allclose(trace[0, :, 0], np.arange(1, 61), atol=1e-9)
     np.testing.assert_allclose(trace[1, :, 0], np.arange(59, -1, -1), atol=1e-9)
     assert traces.counter_of(trace, 1) == (0, 0, 1)
+
+
+def test_which_dimension_counts() -> None:
+    """One that turns, straight both ways; without such a one the straightest that turns, and no candidate."""
+    up, bent = np.arange(20.0), np.arange(20.0) ** 1.5
+    still, rises, turns = [0 * up] * 3, [up, up + 20, up + 40], [up, bent[::-1], 0 * up]
+    counts, later = [0 * up, 3 * up, -2 * up], [up, up, -up]
+    trace = np.stack([np.stack(d) for d in (still, rises, turns, counts, later)], axis=2)
+    assert traces.counter_of(trace, 2)[2] == 2
+    assert traces.counter_of(trace[:, :, :4], 2) == (3, 1, 1)
+    assert traces.counter_of(trace, 1) == (2, 0, 0)
+    assert traces.counter_of(trace[:, :, :2], 2) == (0, 0, 0)
+    wave = 5 * up + np.where(up == 9, 1.0, 0.0)
+    line = traces.line_through(wave)
+    x = np.arange(6, 21)
+    slope, start = np.polyfit(x, wave[5:], 1)
+    assert line.slope == pytest.approx(slope)
+    assert line.off == pytest.approx(np.abs(wave[5:] - start - slope * x).max() / slope)
+    assert line.r2 == pytest.approx(np.corrcoef(x, wave[5:])[0, 1] ** 2)
+    assert np.isnan(traces.line_through(0 * up + 3).r2)
+    assert traces.line_through(0 * up + 3).off == math.inf

@@ -385,6 +385,8 @@ def test_committed_values_are_measured_again(experiment: str, tmp_path: Path, mo
         monkeypatch.setattr(home, constant, value)
     results = ran(experiment, tmp_path, seeds, quick=False)
     measured, committed = results.tables[name], table_at(folder(experiment), name)
+    settings = json.loads((folder(experiment) / "results.json").read_text())["settings"]
+    assert {k: v for k, v in settings.items() if k in results.settings} == results.settings
     value = "mean" if experiment == "random_keys" else "value"
     if experiment == "counters":  # tried on fewer n
         committed[value] = committed[value].clip(upper=40)

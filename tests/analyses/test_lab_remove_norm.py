@@ -6,6 +6,7 @@ import torch
 
 from ln_probe.analyses.lab.language_model import remove_norm
 from ln_probe.analyses.lab.norms import Norm
+from ln_probe.analyses.lab.transformer import LabConfig
 
 SIZE = remove_norm.Size(
     steps=14, batch=2, schedule=remove_norm.Schedule(2, 1, 1), valid_windows=2, contexts=2
@@ -37,3 +38,19 @@ def test_each_stage_by_its_formula() -> None:
     batches_before = int(made.batches)
     made(x)
     assert int(made.batches) == batches_before, "a constant is no longer followed"
+
+
+def test_norms_go_one_by_one() -> None:
+    """Norms of MLPs first, then attention's, then the final one; their first positions join after all are gone."""
+    model = LabConfig(n_layers=2, d_model=8, n_heads=2, d_vocab=9, n_ctx=4).build()
+    for block in model.blocks:
+        block.ln1, block.ln2 = remove_norm.ReplaceableNorm(block.ln1), remove_norm.ReplaceableNorm(block.ln2)
+    model.ln_final = remove_norm.ReplaceableNorm(model.ln_final)
+    one, two = model.blocks
+    norms, schedule = remove_norm.replaceable_norms(model), remove_norm.Schedule(3, 4, 2)
+    assert norms == [one.ln2, two.ln2, one.ln1, two.ln1, model.ln_final]
+    assert schedule.replaced(5) == 23
+    for step in range(36):
+        schedule.set_stages(norms, step)
+        expected = [(step >= 3 + 4 * i) + (step >= 23 + 2 * i) for i in range(5)]
+        assert [int(norm.stage) for norm in norms] == expected, step

@@ -389,6 +389,10 @@ def test_language_model(experiment: str, tiny: Tiny, monkeypatch: pytest.MonkeyP
     windows = held_out(text, 5)
     assert len(runs) == (2 if full else 3) * len(SEEDS)
     assert_reported(results.tables["curves"], runs, lambda run: {"valid_loss": next_token_loss(trained(run), windows)})
+    parts = {"training": vars(runs[0].training), "model": runs[0].spec.to_dict(), "data": text.identity}
+    for part, ours in parts.items():
+        shared = {k: v for k, v in ours.items() if k not in ("seed", "norm", "divisor")}
+        assert results.settings[part] == shared
     seeds = results.tables["seeds"]
     steps = {*seeds["step"]}
     assert steps == {0, 2, 4}

@@ -128,7 +128,9 @@ def run(request: Request) -> Results:
         pd.DataFrame(ranks, columns=[*KEYS, "seed", "value"]),
         pd.DataFrame(errors, columns=["pooling", "seed", "value"]),
     )
-    return Results(tables, {}, {"draws": DRAWS_QUICK if request.quick else DRAWS, "words": f"{WORDS} of {LENGTH}"})
+    return Results(
+        tables, {}, {"draws": DRAWS_QUICK if request.quick else DRAWS, "words": f"{WORDS} of {LENGTH} letters"}
+    )
 
 
 def analyse(ranks: pd.DataFrame, errors: pd.DataFrame) -> dict[str, pd.DataFrame]:
