@@ -200,6 +200,7 @@ def test_an_experiment_is_the_one_whose_results_are_committed(
             rate = {"lr"} if "heads" in run.keys else set()
             assert differing(about["settings"].get("training", {}), vars(run.training), run) <= rate, run.name
             assert differing(about["settings"].get("data", {}), run.task.identity, run) == set()
+        assert run.task.identity, "two tasks would share a folder"
     assert differing(about["settings"].get("model", {}), runs[0].spec.to_dict(), runs[0]) == set()
     longest = dict(zip(cells, [run.training.steps for run in runs], strict=True))
     for run in planned_runs(experiment, tmp_path, monkeypatch, gpt2, quick=True):
@@ -407,6 +408,25 @@ def test_committed_values_are_measured_again(experiment: str, tmp_path: Path, mo
     np.testing.assert_allclose(
         both[value], both[f"{value}_committed"].fillna(0), rtol=1e-4
     )  # undecided: none, not committed
+
+
+def test_what_trains_nothing_measures_what_is_committed() -> None:
+    """Squares of the maps, programs, lengths and blocks, and up to which n counters are tried."""
+    maps = table_at(folder("random_keys"), "maps")[["space", "d_model", "d", "n"]].drop_duplicates()
+    squares = [(cell.space, cell.d_model, cell.d, cell.n) for cell in random_keys.cells(quick=False)]
+    assert sorted(squares) == sorted(map(tuple, maps.to_numpy().tolist()))
+    assert [*compiler.PROGRAMS] == [*table_at(folder("compiler"), "agreement")["program"].unique()]
+    states = table_at(folder("saturated_states"), "values")
+    lengths = states.groupby(["cell", "layers", "hidden", "theory"])["length"].unique()
+    assert len(lengths) == len(saturated_states.CELLS)
+    for cell in saturated_states.CELLS:
+        committed = lengths[cell.cell, cell.layers, cell.hidden, cell.theory].tolist()
+        assert committed == [n for n in saturated_states.LENGTHS if n <= cell.longest]
+        assert cell.longest in committed
+    assert {*rational_recurrence.BLOCKS} == {*table_at(folder("rational_recurrence"), "values")["block"]}
+    counted = table_at(folder("counters"), "values").groupby("model")["value"].max()
+    assert counters.LARGEST == counted["lstm"] == counted["rnn_relu"]
+    assert counted["gru"] <= counters.LARGEST_GRU
 
 
 def test_growth_of_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,3 +46,23 @@ def test_logits_in_pieces(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, got = (torch.autograd.grad(loss, list(model.parameters())) for loss in (whole, parts))
     for a, b in zip(wanted, got, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_the_end_of_every_text_is_held_out(prose: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("Another “text”, 4000 letters long. " * 120)
+    files = [prose, tmp_path / "other.txt"]
+    text = text_task.TextTask(files, 300, 16)
+    cut = [int(0.95 * len(file.read_text())) for file in files]
+    parts = [(file.read_text()[:at], file.read_text()[at:]) for file, at in zip(files, cut, strict=True)]
+    for number, tokens in enumerate((text.train_tokens, text.valid_tokens)):
+        assert text.tokenizer.decode(tokens.tolist()) == "".join(part[number] for part in parts)
+    assert text.boundary == 0
+    assert text.tokenizer.get_vocab_size() == 300
+    batch = text.batch(3, 50, 1)
+    assert batch.shape == (50, 16)
+    assert (batch[:, 0] == 0).all()
+    windows = text.train_tokens.unfold(0, 15, 1)
+    assert all(bool((windows == row).all(1).any()) for row in batch[:, 1:])
+    assert torch.equal(text.batch(3, 50, 1), batch)
+    assert not torch.equal(text.batch(4, 50, 1), batch)
+    assert not torch.equal(text.batch(3, 50, 2), batch)
