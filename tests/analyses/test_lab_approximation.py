@@ -61,24 +61,6 @@ def test_targets_by_hand() -> None:
         assert torch.equal(targets.evaluate(target, x), targets.evaluate(target, only))
 
 
-def test_the_optimum_is_the_models_own() -> None:
-    """Slopes and coefficients of the optimum, put into the model as weights, have its error."""
-    found = targets.linear_optimum("4a", "linear", 4)
-    model = targets.RelativeConfig(targets.LENGTH, 4, 0, "linear").build().double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.phi = targets.lag_features("linear", targets.LENGTH)  # in float64
-        model.embed[0, 0], model.embed[1, 0] = -1.0, 1.0
-        model.log_slope.copy_(torch.tensor(found.slopes, dtype=torch.float64).log())
-        model.W_V[:, 0, 0] = 1.0
-        model.W_O[:, 0, 1] = torch.tensor(found.coefficients[:-1], dtype=torch.float64)
-        model.out.weight[0, 0], model.out.weight[0, 1] = found.coefficients[-1], 1.0
-        x = random_inputs(3000)
-        error = float((model(x) - targets.evaluate("4a", x)).pow(2).mean())
-    assert error == pytest.approx(found.mse, rel=0.15, abs=1e-20)
-
-
 @pytest.mark.parametrize("dot_product", [True, False])
 def test_attention_is_its_definition(dot_product: bool) -> None:
     torch.manual_seed(0)
