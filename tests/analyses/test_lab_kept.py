@@ -25,6 +25,7 @@ from ln_probe.analyses.lab.approximation import approximation, relative, text_mo
 from ln_probe.analyses.lab.counting import counters, counting, rational_recurrence, saturated_states, tasks, traces
 from ln_probe.analyses.lab.crasp import compiler, depth
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Request
+from ln_probe.analyses.lab.experiments import run as run_experiment
 from ln_probe.analyses.lab.language_model import encoder, published, remove_norm, two_by_two
 from ln_probe.analyses.lab.majority import majority, random_keys
 from ln_probe.analyses.lab.norms import NORM_KINDS
@@ -116,16 +117,6 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         "train_length": tasks.TRAIN_LENGTH, "accepted": tasks.ACCEPTED, "max_trained_n": tasks.MAX_TRAINED_N,
     },
     "counting_traces": {"straight": traces.STRAIGHT, "readable": traces.READABLE, "settling": traces.SETTLING},
-    "saturated_states": {"draws": saturated_states.DRAWS, "cap": saturated_states.CAP},
-    "rational_recurrence": {
-        "draws": rational_recurrence.DRAWS, "networks": rational_recurrence.NETWORKS,
-        "words": f"{rational_recurrence.WORDS} of {rational_recurrence.LENGTH} letters",
-    },
-    "compiler": {
-        "every_word_to": compiler.EVERY_WORD_TO, "letters": compiler.LETTERS, "words": compiler.WORDS,
-        "few_words": compiler.FEW_WORDS,
-    },
-    "random_keys": {"draws": random_keys.DRAWS},
     "encoder": {"contexts": encoder.SMALL.contexts},
     "language_model": {"contexts": published.CONTEXTS},
     "fresh_seeds": {"windows": two_by_two.SHORT.contexts},
@@ -145,8 +136,7 @@ def planned_runs(
 ) -> list[Run]:
     """The runs of an experiment with its default seeds."""
     about = EXPERIMENTS[experiment]
-    module, _, function = about.path.rpartition(".")
-    home = importlib.import_module(f"ln_probe.analyses.lab.{module}")
+    home = importlib.import_module(f"ln_probe.analyses.lab.{about.path.rpartition('.')[0]}")
 
     def stop(runs: list[Run], request: Request) -> None:
         raise PlannedError(runs)
@@ -155,9 +145,9 @@ def planned_runs(
     monkeypatch.setattr(two_by_two, "text", lambda request: TextTask(request.texts, two_by_two.D_VOCAB, 256))
     text = write_words(out / "long.txt", ("the lamp", "was lit", "and the ships", "came home"), 20_000)
     texts = (text,) * about.needs_text
-    request = Request(Path("none"), tuple(range(about.seeds)), quick=quick, texts=texts, tokenizer=tokenizer)
+    request = Request(out / f"quick {quick}", tuple(range(about.seeds)), quick=quick, texts=texts, tokenizer=tokenizer)
     with pytest.raises(PlannedError) as caught:
-        getattr(home, function)(request)
+        run_experiment(experiment, request, command="", ln_probe_version="0")
     return list(caught.value.args[0])
 
 
@@ -202,6 +192,10 @@ def test_an_experiment_is_the_one_whose_results_are_committed(
             assert differing(about["settings"].get("data", {}), run.task.identity, run) == set()
         assert run.task.identity, "two tasks would share a folder"
     assert differing(about["settings"].get("model", {}), runs[0].spec.to_dict(), runs[0]) == set()
+    for constant, value in CONSTANTS.get(experiment, {}).items():
+        settings = about["settings"][constant]
+        ours = json.loads(json.dumps(value))
+        assert ours == (pytest.approx(settings) if isinstance(value, dict) else settings), constant
     longest = dict(zip(cells, [run.training.steps for run in runs], strict=True))
     for run in planned_runs(experiment, tmp_path, monkeypatch, gpt2, quick=True):
         assert 0 < run.training.steps < longest[tuple(str(value) for value in run.keys.values())], run.name
@@ -225,16 +219,21 @@ def test_least_squares_solutions_are_solved_again() -> None:
     pd.testing.assert_frame_equal(solved, committed, rtol=0.01, atol=1e-8)
 
 
-@pytest.mark.parametrize("experiment", CONSTANTS)
-def test_constants_are_those_of_committed_runs(experiment: str) -> None:
-    settings = json.loads((folder(experiment) / "results.json").read_text())["settings"]
-    for name, value in CONSTANTS[experiment].items():
-        committed = json.loads(json.dumps(value))
-        assert committed == (pytest.approx(settings[name]) if isinstance(value, dict) else settings[name]), name
+def test_contrasts_are_over_the_seeds_that_have_come_that_far() -> None:
+    curves = table_at(folder("majority"), "curves")
+    lost = curves.query(
+        "d == 8 and norm == 'scaling_only' and radius == 'sqrt(d)' and seed == 3 and step == 5000"
+    ).index
+    contrasts = majority.analyse(curves.drop(lost))["contrasts"].query("d == 8 and measure == 'train_loss'")
+    assert {*contrasts.query("step == 5000")["seeds"]} == {9}
+    assert {*contrasts.query("step == 2000")["seeds"]} == {10}
 
 
 def drawn(figure: Figure, x: str, y: str) -> pd.DataFrame:
     """What the lines of a figure show: their panel's title, their label, and every point."""
+    for ax, points in ((ax, line.get_xydata()) for ax in figure.axes for line in ax.lines):
+        for axis, (low, high) in enumerate((ax.get_xlim(), ax.get_ylim())):
+            assert all(low <= x <= high for x in points[:, axis] if np.isfinite(x)), "outside the axes"
     parts = [
         pd.DataFrame({"title": ax.get_title(), "line": str(line.get_label()), x: line.get_xdata(), y: line.get_ydata()})
         for ax in figure.axes
@@ -378,10 +377,34 @@ FEW = {
 }
 
 
+def assert_complete(experiment: str, committed: pd.DataFrame) -> None:
+    """What is measured at full size are the squares, programs, lengths, blocks and numbers of the committed table."""
+    if experiment == "random_keys":
+        squares = [(cell.space, cell.d_model, cell.d, cell.n) for cell in random_keys.cells(quick=False)]
+        rows = committed[["space", "d_model", "d", "n"]].drop_duplicates()
+        assert sorted(squares) == sorted(map(tuple, rows.to_numpy().tolist()))
+    elif experiment == "compiler":
+        assert [*compiler.PROGRAMS] == [*committed["program"].unique()]
+    elif experiment == "saturated_states":
+        lengths = committed.groupby(["cell", "layers", "hidden", "theory"])["length"].unique()
+        assert len(lengths) == len(saturated_states.CELLS)
+        for cell in saturated_states.CELLS:
+            of_cell = lengths[cell.cell, cell.layers, cell.hidden, cell.theory].tolist()
+            assert of_cell == [n for n in saturated_states.LENGTHS if n <= cell.longest]
+            assert cell.longest in of_cell
+    elif experiment == "rational_recurrence":
+        assert {*rational_recurrence.BLOCKS} == {*committed["block"]}
+    else:
+        counted = committed.groupby("model")["value"].max()
+        assert counters.LARGEST == counted["lstm"] == counted["rnn_relu"]
+        assert counted["gru"] <= counters.LARGEST_GRU
+
+
 @pytest.mark.parametrize("experiment", MEASURED_AGAIN)
 def test_committed_values_are_measured_again(experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, seeds, constants = MEASURED_AGAIN[experiment]
     home = importlib.import_module(f"ln_probe.analyses.lab.{EXPERIMENTS[experiment].path.rpartition('.')[0]}")
+    assert_complete(experiment, table_at(folder(experiment), name))
     for constant, value in (constants | FEW.get(experiment, {})).items():
         monkeypatch.setattr(home, constant, value)
     results = ran(experiment, tmp_path, seeds, quick=False)
@@ -408,25 +431,6 @@ def test_committed_values_are_measured_again(experiment: str, tmp_path: Path, mo
     np.testing.assert_allclose(
         both[value], both[f"{value}_committed"].fillna(0), rtol=1e-4
     )  # undecided: none, not committed
-
-
-def test_what_trains_nothing_measures_what_is_committed() -> None:
-    """Squares of the maps, programs, lengths and blocks, and up to which n counters are tried."""
-    maps = table_at(folder("random_keys"), "maps")[["space", "d_model", "d", "n"]].drop_duplicates()
-    squares = [(cell.space, cell.d_model, cell.d, cell.n) for cell in random_keys.cells(quick=False)]
-    assert sorted(squares) == sorted(map(tuple, maps.to_numpy().tolist()))
-    assert [*compiler.PROGRAMS] == [*table_at(folder("compiler"), "agreement")["program"].unique()]
-    states = table_at(folder("saturated_states"), "values")
-    lengths = states.groupby(["cell", "layers", "hidden", "theory"])["length"].unique()
-    assert len(lengths) == len(saturated_states.CELLS)
-    for cell in saturated_states.CELLS:
-        committed = lengths[cell.cell, cell.layers, cell.hidden, cell.theory].tolist()
-        assert committed == [n for n in saturated_states.LENGTHS if n <= cell.longest]
-        assert cell.longest in committed
-    assert {*rational_recurrence.BLOCKS} == {*table_at(folder("rational_recurrence"), "values")["block"]}
-    counted = table_at(folder("counters"), "values").groupby("model")["value"].max()
-    assert counters.LARGEST == counted["lstm"] == counted["rnn_relu"]
-    assert counted["gru"] <= counters.LARGEST_GRU
 
 
 def test_growth_of_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

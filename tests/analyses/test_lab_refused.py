@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ln_probe.analyses.lab.crasp import compiler, temporal
 from ln_probe.analyses.lab.crasp import read_back as reading
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
 from ln_probe.analyses.lab.crasp.read_back import read_back
-from ln_probe.analyses.lab.crasp.weights import CompiledProgram, compile_program
+from ln_probe.analyses.lab.crasp.weights import CompiledProgram, _Stream, compile_program
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.gpt2 import as_gpt2, not_gpt2
 from ln_probe.analyses.lab.language_model import remove_norm, two_by_two
@@ -350,3 +351,18 @@ def test_what_gpt2_has_and_a_model_has_not() -> None:
 def test_quick_forms_take_any_text(prose: Path, tmp_path: Path) -> None:
     task = two_by_two.text(Request(tmp_path, (0,), quick=True, texts=(prose,)))
     assert (task.d_vocab, task.n_ctx) == (two_by_two.D_VOCAB, two_by_two.N_CTX)
+
+
+@pytest.mark.parametrize("features", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("arrivals", [0, 1, 7, 40, 100])
+def test_a_stream_has_room_for_all_and_not_more_than_needed(features: int, arrivals: int) -> None:
+    """The root is always held, beside BOS: fillers never need more than live - 4 entries after what arrives."""
+    plan: Any = SimpleNamespace(held=[[None] * features, [None]], sums=[[None] * arrivals])
+    stream = _Stream.for_plan(plan)
+    assert (stream.features, stream.arrivals) == (features + 1, arrivals + 1)
+    fits = [
+        live for live in (2**i for i in range(1, 12))
+        if live >= 2 * stream.features and stream.arrival(stream.arrivals) + live - 4 <= 4 * live
+    ]  # fmt: skip
+    assert stream.live == fits[0]
+    assert stream.d_model == 4 * stream.live
