@@ -231,9 +231,9 @@ def test_contrasts_are_over_the_seeds_that_have_come_that_far() -> None:
 
 def drawn(figure: Figure, x: str, y: str) -> pd.DataFrame:
     """What the lines of a figure show: their panel's title, their label, and every point."""
-    for ax, points in ((ax, line.get_xydata()) for ax in figure.axes for line in ax.lines):
-        for axis, (low, high) in enumerate((ax.get_xlim(), ax.get_ylim())):
-            assert all(low <= x <= high for x in points[:, axis] if np.isfinite(x)), "outside the axes"
+    for line in (line for ax in figure.axes for line in ax.lines):
+        for axis, (low, high) in enumerate((line.axes.get_xlim(), line.axes.get_ylim())):
+            assert all(low <= x <= high for x in line.get_xydata()[:, axis] if np.isfinite(x)), "outside the axes"
     parts = [
         pd.DataFrame({"title": ax.get_title(), "line": str(line.get_label()), x: line.get_xdata(), y: line.get_ydata()})
         for ax in figure.axes
@@ -384,6 +384,8 @@ def assert_complete(experiment: str, committed: pd.DataFrame) -> None:
         rows = committed[["space", "d_model", "d", "n"]].drop_duplicates()
         assert sorted(squares) == sorted(map(tuple, rows.to_numpy().tolist()))
     elif experiment == "compiler":
+        assert (committed["words"].max(), committed["every_word_to"].max()) == (3**8, compiler.EVERY_WORD_TO)
+        assert compiler.WORDS in set(committed["words"])
         assert [*compiler.PROGRAMS] == [*committed["program"].unique()]
     elif experiment == "saturated_states":
         lengths = committed.groupby(["cell", "layers", "hidden", "theory"])["length"].unique()
@@ -422,7 +424,7 @@ def test_committed_values_are_measured_again(experiment: str, tmp_path: Path, mo
         operations = table_at(folder(experiment), "operations")
         pd.testing.assert_frame_equal(results.tables["operations"], operations, check_dtype=False, rtol=1e-4)
     if experiment == "rational_recurrence":
-        assert (results.tables["errors"]["value"] == rational_recurrence.NETWORKS).all()
+        assert (results.tables["errors"]["value"] == settings["networks"]).all()
     columns = [c for c in measured if c in committed and c not in ("value", "mean", "words", "published")]
     exact = [c for c in columns if measured[c].dtype.kind != "f"]
     both = measured.merge(committed[[*exact, value]], on=exact, how="left", suffixes=("", "_committed"))
