@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import re
 from collections.abc import Callable
@@ -18,7 +17,6 @@ import pandas as pd
 import pytest
 from lab_models import write_words
 from lab_runs import ran
-from matplotlib.figure import Figure
 from scipy import stats
 
 from ln_probe.analyses.lab.approximation import approximation, relative, text_models
@@ -28,7 +26,6 @@ from ln_probe.analyses.lab.experiments import EXPERIMENTS, Request
 from ln_probe.analyses.lab.experiments import run as run_experiment
 from ln_probe.analyses.lab.language_model import encoder, published, remove_norm, two_by_two
 from ln_probe.analyses.lab.majority import majority, random_keys
-from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import interval
 from ln_probe.analyses.lab.runs import Run
 from ln_probe.analyses.lab.text_task import TextTask
@@ -162,10 +159,11 @@ def differing(committed: dict[str, Any], ours: dict[str, Any], run: Run) -> set[
 
 @pytest.mark.parametrize("experiment", TRAINED)
 def test_an_experiment_is_the_one_whose_results_are_committed(
-    experiment: str, tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Cells, seeds, steps, training, models and data at full size are those of the committed tables and settings."""
-    gpt2 = shared / "tokenizers" / "gpt2" if experiment == "language_model_full" else None
+    of_gpt2 = experiment == "language_model_full"
+    gpt2 = request.getfixturevalue("shared") / "tokenizers" / "gpt2" if of_gpt2 else None
     runs = planned_runs(experiment, tmp_path, monkeypatch, gpt2)
     name, added = TRAINED[experiment]
     table = table_at(folder(experiment), name)
@@ -227,140 +225,6 @@ def test_contrasts_are_over_the_seeds_that_have_come_that_far() -> None:
     contrasts = majority.analyse(curves.drop(lost))["contrasts"].query("d == 8 and measure == 'train_loss'")
     assert {*contrasts.query("step == 5000")["seeds"]} == {9}
     assert {*contrasts.query("step == 2000")["seeds"]} == {10}
-
-
-def drawn(figure: Figure, x: str, y: str) -> pd.DataFrame:
-    """What the lines of a figure show: their panel's title, their label, and every point."""
-    for line in (line for ax in figure.axes for line in ax.lines):
-        for axis, (low, high) in enumerate((line.axes.get_xlim(), line.axes.get_ylim())):
-            assert all(low <= x <= high for x in line.get_xydata()[:, axis] if np.isfinite(x)), "outside the axes"
-    parts = [
-        pd.DataFrame({"title": ax.get_title(), "line": str(line.get_label()), x: line.get_xdata(), y: line.get_ydata()})
-        for ax in figure.axes
-        for line in ax.lines
-    ]
-    return pd.concat(parts, ignore_index=True)
-
-
-def over(column: str, form: str) -> Callable[[pd.DataFrame], pd.Series]:
-    return lambda table: table[column].map(form.format)
-
-
-# Of a figure: rows of a table (by a query), its panels (columns), its lines (a column, or made of columns), x and y.
-MEMORY = "measure == 'mse' and norm == 'none' and not dot_product and target in ('4a', '4b') and width == 0"
-LENGTH = {"length": lambda t: t["measure"].str.extract(r"(\d+)$")[0].astype(float)}
-MIDDLE = {"letters": lambda t: t["measure"].str.extract(r"(\d+)_(\d+)").astype(float).mean(axis=1)}
-LANGUAGE = MIDDLE | {"language": over("k", "L{}")}
-FIGURES: dict[tuple[str, str], tuple[str, str, dict[str, Any], list[str], str, str, str]] = {
-    ("approximation", "heads"): (
-        "summary", MEMORY + " and kernel in ('log', 'linear')", {"line": over("lr", "trained, rate {:g}")},
-        ["target", "kernel"], "line", "heads", "mean",
-    ),
-    ("longer_inputs", "longer"): (
-        "summary", "measure == 'relative_mse'", {"line": over("heads", "{} heads")}, ["target", "kernel"], "line",
-        "length", "mean",
-    ),
-    ("counting", "lengths"): (
-        "summary", "measure.str.startswith('accuracy') and norm_site == 'none'", LENGTH, ["task"], "model", "length",
-        "mean",
-    ),
-    ("counting", "norms_over_lengths"): (
-        "summary", "measure.str.startswith('accuracy')",
-        LENGTH | {"place": lambda t: t["model"] + ", on its " + t["norm_site"]}, ["place"], "norm", "length", "mean",
-    ),
-    ("counting_traces", "traces"): (
-        "traces", "seed == 0", {}, ["task", "model", "norm", "norm_site", "phase"], "n", "letter", "value",
-    ),
-    ("depth", "boundary"): (
-        "summary", "measure == 'exact_match_201_250' and positions == 'none'", {}, ["norm_order", "norm"], "depth", "k",
-        "mean",
-    ),
-    ("depth", "lengths"): (
-        "summary", "norm_order == 'post' and positions == 'none'", LANGUAGE, ["depth", "language"], "norm", "letters",
-        "mean",
-    ),
-    ("depth_deep", "deep"): ("summary", "k > 0", LANGUAGE, ["depth", "language"], "positions", "letters", "mean"),
-    ("encoder", "unselectable"): (
-        "summary", "measure == 'unselectable_fraction' and step == 1000 and "
-        "space in ('before the norm', 'normalized', 'head')", {}, ["shape", "space"], "norm", "layer", "mean",
-    ),
-    ("language_model", "unselectable"): (
-        "summary", "measure == 'unselectable_fraction' and space in ('before the norm', 'normalized', 'head')",
-        {"line": lambda t: t["norm"] + ", " + t["divisor"] + ": " + t["space"]}, ["layer"], "line", "step", "mean",
-    ),
-    ("saturated_states", "states"): (
-        "summary", "measure == 'states, largest'",
-        {"line": lambda t: t["cell"] + t["layers"].map(", {} × ".format) + t["hidden"].map(str)}, ["theory"], "line",
-        "length", "mean",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("experiment", "figure"), FIGURES)
-def test_figures_show_the_tables(experiment: str, figure: str) -> None:
-    name, query, made, panel, line, x, y = FIGURES[experiment, figure]
-    tables, analyse = tables_of(experiment), EVALUATED[experiment][0]
-    plots = {"longer_inputs": approximation.plot_longer, "depth_deep": depth.plot_deep}
-    plot = plots.get(experiment) or inspect.getmodule(inspect.unwrap(getattr(analyse, "func", analyse))).plot
-    shown = drawn(plot(tables)[figure], x, y)
-    rows = tables[name].query(query, engine="python").assign(**made)
-    titles = rows[panel].astype(str).agg(", ".join, axis=1)
-    expected = pd.DataFrame({"title": titles, "line": rows[line].astype(str), x: rows[x], y: rows[y]})
-    labelled = shown[~shown["line"].str.startswith("_")]
-    labelled = labelled[labelled["line"].isin(expected["line"])]
-    frames = [f.astype({x: float, y: float}).sort_values(["title", "line", x, y]) for f in (labelled, expected)]
-    pd.testing.assert_frame_equal(*(f.reset_index(drop=True) for f in frames), check_dtype=False)
-    others = {label for label in shown["line"] if label[0] != "_"} - {*expected["line"]}
-    if experiment in ("approximation", "longer_inputs"):  # beside what is trained, what is attained
-        best = shown[shown["line"].isin(others)][y].dropna()
-        column = "optimum" if experiment == "approximation" else "solved"
-        rows = rows if experiment == "longer_inputs" else rows[rows["lr"] == approximation.RATES[0]]
-        assert sorted(best) == pytest.approx(sorted(rows[column].clip(lower=1e-16)))
-    elif "published" in rows and rows["published"].notna().any():  # crosses
-        crosses = shown[shown["line"].str.startswith("_")][y].dropna()
-        assert sorted(crosses) == pytest.approx(sorted(rows["published"].dropna()))
-
-
-def test_other_figures_show_their_tables() -> None:
-    """Means of curves and crosses, maps of means, every seed's value at its norm, curves of every seed, exact n."""
-    tables = tables_of("majority")
-    panels = majority.plot(tables)["curves"].axes
-    curves = tables["curves"].query("d == 8 and step % 100 == 0")
-    for ax, measure in zip(panels, ("train_loss", "test_accuracy", "angle_deg"), strict=True):
-        means = curves[curves["measure"] == measure].groupby(["norm", "radius", "step"])["value"].mean()
-        shown = {line.get_label(): line.get_xydata() for line in ax.lines if line.get_label()[0] != "_"}
-        assert len(shown) == 8
-        for (norm, radius), part in means.groupby(["norm", "radius"]):
-            np.testing.assert_allclose(shown[f"{norm}, radius {radius}"][:, 1], part.sort_index().to_numpy())
-    maps = tables_of("random_keys")["maps"].query("space != 'a head' and measure != 'undecided_fraction'")
-    meshes = [ax.collections[0] for ax in random_keys.plot({"maps": maps})["maps"].axes]
-    groups = [part for _, part in maps.groupby(["measure", "space"], sort=False)]
-    for mesh, part in zip(meshes, groups, strict=True):
-        np.testing.assert_array_equal(mesh.get_array().ravel(), part.sort_values(["n", "d"])["mean"])
-    seeds = tables_of("fresh_seeds")["seeds"]
-    loss, fraction = two_by_two.plot({"seeds": seeds})["seeds"].axes[:2]
-    means = seeds[seeds["layer"] >= 0].groupby(["norm", "measure", "seed"])["value"].mean().reset_index()
-    for ax, rows in (
-        (loss, seeds[seeds["measure"] == "valid_loss"]),
-        (fraction, means[means["measure"] == "unselectable_fraction"]),
-    ):
-        expected = sorted(zip(rows["value"], rows["norm"], strict=True))
-        points = ax.lines[0].get_xydata().tolist()
-        assert [(x, NORM_KINDS[int(y)]) for x, y in sorted(points)] == [(pytest.approx(x), n) for x, n in expected]
-    tables, schedule = tables_of("remove_norm"), remove_norm.FULL.schedule
-    (ax,) = remove_norm.plot(tables, schedule, 9)["losses"].axes
-    losses = tables["curves"].query("measure == 'valid_loss'").sort_values("step")
-    shown = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
-    assert shown == {
-        f"{model}, seed {seed}": part["value"].tolist() for (model, seed), part in losses.groupby(["model", "seed"])
-    }
-    gone = ax.patches[0].get_extents().transformed(ax.transData.inverted())
-    assert (gone.x0, gone.x1) == pytest.approx((20, 200))
-    tables = tables_of("counting")
-    (ax,) = counting.plot(tables)["exact"].axes
-    ends = tables["values"].query("measure in ('exact_from', 'exact_to')").groupby("measure")["value"].apply(sorted)
-    segments = np.array(ax.collections[0].get_segments())
-    assert [sorted(segments[:, i, 0]) for i in (0, 1)] == [ends["exact_from"], ends["exact_to"]]
 
 
 # What trains nothing: its table of values, and constants that shorten it without changing the values it keeps.
