@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ln_probe.analyses.lab.counting import tasks, traces
-from ln_probe.analyses.lab.counting.counters import Cell
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS
 
@@ -129,13 +128,6 @@ def test_qrnn_by_definition(cell: str) -> None:
         c = f * c + i * z
         out.append(c if cell == "qrnn f" else gates[2].sigmoid() * c)
     torch.testing.assert_close(layer(x)[0], torch.stack(out))
-
-
-def test_a_counter_by_hand_is_found() -> None:
-    trace = traces.phases(Cell("lstm").build(), 2, 60)
-    np.testing.assert_allclose(trace[0, :, 0], np.arange(1, 61), atol=1e-9)
-    np.testing.assert_allclose(trace[1, :, 0], np.arange(59, -1, -1), atol=1e-9)
-    assert traces.counter_of(trace, 1) == (0, 0, 1)
 
 
 def test_which_dimension_counts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable
@@ -17,8 +16,6 @@ from filelock import FileLock
 
 from ln_probe.analyses.lab.approximation import relative
 from ln_probe.analyses.lab.counting import counting, saturated_states
-from ln_probe.analyses.lab.crasp import read_back as reading
-from ln_probe.analyses.lab.crasp import temporal
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
 from ln_probe.analyses.lab.crasp.read_back import read_back
 from ln_probe.analyses.lab.crasp.weights import CompiledProgram, compile_program
@@ -26,7 +23,7 @@ from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.language_model import remove_norm
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.text_task import TextTask, read_tokenizer
-from ln_probe.analyses.lab.train import DivergedError, TrainConfig, load_run, train
+from ln_probe.analyses.lab.train import TrainConfig, load_run, train
 from ln_probe.analyses.lab.transformer import LabConfig, alibi_slopes, sinusoidal_table
 
 SHAPE = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=280, n_ctx=8)
@@ -66,36 +63,6 @@ def test_what_is_refused(number: int, tmp_path: Path, prose: Path) -> None:
     call, error, word = REFUSED[number]
     with pytest.raises(error, match=word):
         call(tmp_path, prose)
-
-
-def test_runs_that_cannot_go_on(tmp_path: Path, prose: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task, out = TextTask([prose], 280, 8), tmp_path / "run"
-    train(task, SHAPE, SHORT, out, progress=False)
-    lab, weights = json.loads((out / "lab.json").read_text()), (out / "model.safetensors").read_bytes()
-    (out / "lab.json").write_text(json.dumps(lab | {"model": {"kind": "another"}}))
-    with pytest.raises(ValueError, match="LabTransformer"):
-        load_run(out)
-    (out / "lab.json").write_text(json.dumps(lab))
-    at = bytearray(weights)
-    at[-4:] = np.array([math.nan], np.float32).tobytes()
-    (out / "model.safetensors").write_bytes(bytes(at))
-    with pytest.raises(ValueError, match="NaN"):
-        load_run(out)
-    (out / "model.safetensors").write_bytes(weights)
-    (out / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="tokenizer"):
-        load_run(out)
-    (out / "tokenizer.json").unlink()
-    assert load_run(out).tokenizer is None
-    (out / "model.safetensors").unlink()
-    with FileLock(out / ".lock"), pytest.raises(FileExistsError, match="another process"):
-        train(task, SHAPE, SHORT, out, progress=False)
-    (out / "state.pt").write_bytes(b"not a state")
-    with pytest.raises(ValueError, match="damaged"):
-        train(task, SHAPE, SHORT, out, progress=False)
-    (out / "diverged.json").write_text('{"message": "it had diverged"}')
-    with pytest.raises(DivergedError, match="it had diverged"):
-        train(task, SHAPE, SHORT, out, progress=False)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -201,52 +168,6 @@ def test_states_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(map(tuple, saturated_states.distinct(far).tolist())) == sorted({*map(tuple, far.tolist())})
 
 
-def meets(requirement: reading.Requirement, total: int) -> bool:
-    """Whether a sum over one formula, counted so that it is `total`, is below 0 where it has to be, and only there."""
-    ((_, factor),) = requirement[0].terms
-    return (factor * total + requirement[0].constant < 0) == requirement[1]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_pieces_between_bends_are_all_sums_once(seed: int) -> None:
-    """Every sum that counts can give lies in one piece, by its requirements; those tried are its ends or far out."""
-    rng = np.random.default_rng(seed)
-    start, common = int(rng.integers(-6, 7)), int(rng.integers(1, 4))
-    (letter,) = holds = [temporal.Formulas().symbol("a")]
-    bends = sorted({0.0, *map(float, rng.integers(-9, 10, size=3)), float(rng.integers(-9, 9)) + 0.5} - {0.0})
-    limits = [-math.inf, *bends, math.inf]
-    values = np.array([start, common])
-    pieces = [reading._between(values, low, high, common, holds) for low, high in itertools.pairwise(limits)]
-    inside: dict[int, list[int]] = {}
-    for count in range(-60, 61):
-        of = [i for i, piece in enumerate(pieces) if piece and all(meets(r, count) for r in piece.requirements)]
-        assert len(of) == 1
-        inside.setdefault(of[0], []).append(start + common * count)
-    for number, piece in enumerate(pieces):
-        assert (piece is None) == (number not in inside)
-        if piece is not None:
-            first, last = min(inside[number]), max(inside[number])
-            far = reading.BEYOND * common
-            least, most = number == 0, number == len(pieces) - 1
-            assert piece.sums == (last - far if least else first, first + far if most else last)
-            assert limits[number] <= first <= last <= limits[number + 1]
-            for end, outer in ((limits[number], first < 0), (limits[number + 1], last > 0)):
-                assert not (outer and end in inside[number]), "of two pieces that meet in a sum, the outer one has it"
-    assert all(
-        term[0] is letter for piece in pieces if piece for total, _ in piece.requirements for term in total.terms
-    )
-
-
-def test_what_counts_could_meet_by_trying() -> None:
-    letter = temporal.Formulas().symbol("a")
-    for sign, (a, below), (b, other) in itertools.product(
-        (1, -1), *[list(itertools.product(range(-4, 5), (True, False)))] * 2
-    ):
-        left = (temporal.Sum(((letter, 1),), a), below)
-        right = (temporal.Sum(((letter, sign),), b), other)
-        assert reading._possible(left, right) == any(meets(left, x) and meets(right, x) for x in range(-20, 21))
-
-
 @pytest.mark.parametrize("kernel", ["log", "linear", "t5"])
 def test_lags_by_formula(kernel: str) -> None:
     features = relative.lag_features(kernel, 300).tolist()
@@ -254,3 +175,19 @@ def test_lags_by_formula(kernel: str) -> None:
         beyond = 16 * math.log(min(max(z, 16), 128) / 16) / math.log(8)
         phi = {"log": -math.log(z) if z else -math.inf, "linear": -z, "t5": -min(z, 16) - beyond}[kernel]
         assert features[z] == pytest.approx(phi), z
+
+
+def test_runs_that_cannot_go_on(tmp_path: Path, prose: Path) -> None:
+    task, out = TextTask([prose], 280, 8), tmp_path / "run"
+    train(task, SHAPE, SHORT, out, progress=False)
+    weights = bytearray((out / "model.safetensors").read_bytes())
+    weights[-4:] = np.array([math.nan], np.float32).tobytes()
+    (out / "model.safetensors").write_bytes(bytes(weights))
+    with pytest.raises(ValueError, match="NaN"):
+        load_run(out)
+    (out / "model.safetensors").unlink()
+    with FileLock(out / ".lock"), pytest.raises(FileExistsError, match="another process"):
+        train(task, SHAPE, SHORT, out, progress=False)
+    (out / "state.pt").write_bytes(b"not a state")
+    with pytest.raises(ValueError, match="damaged"):
+        train(task, SHAPE, SHORT, out, progress=False)

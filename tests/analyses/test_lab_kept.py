@@ -299,29 +299,6 @@ def test_committed_values_are_measured_again(experiment: str, tmp_path: Path, mo
     )  # undecided: none, not committed
 
 
-def test_growth_of_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exponents by scipy's line over the last two doublings of each draw's counts."""
-    monkeypatch.setattr(saturated_states, "LENGTHS", (8, 16))
-    monkeypatch.setattr(saturated_states, "DRAWS", 8)
-    growth = ran("saturated_states", tmp_path, (3,), quick=False).tables["growth"]
-    growth = growth.set_index(["cell", "layers", "hidden", "measure"])["value"]
-    assert len(growth) == 4 * len(saturated_states.CELLS)
-    for number, cell in enumerate(saturated_states.CELLS):
-        rng, powers, settled = np.random.default_rng([3, number]), [], []
-        for _ in range(8):
-            net = saturated_states.drawn(cell.cell, cell.layers, rng, cell.hidden)
-            counts, comes_back = saturated_states.reachable(net, 16)
-            line = stats.linregress(np.log(np.arange(4, 17)), np.log(counts[3:]))
-            powers.append(0.0 if comes_back else line.slope)
-            settled.append(comes_back)
-        expected = {
-            "exponent, largest": max(powers), "exponent, median": np.median(powers),
-            "settled draws": np.mean(settled), "growing draws": np.mean(np.array(powers) > 0.5),
-        }  # fmt: skip
-        for measure, value in expected.items():
-            assert growth[cell.cell, cell.layers, cell.hidden, measure] == pytest.approx(value), (cell, measure)
-
-
 def test_contrasts_of_registered_runs_follow_from_the_values() -> None:
     contrasts = table_at(folder("registered"), "contrasts").set_index(["item", "contrast"])
     values = table_at(folder("registered"), "values").set_index(["item", "contrast"])

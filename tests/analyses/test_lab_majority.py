@@ -106,17 +106,3 @@ def test_steps_to_a_loss_by_hand() -> None:
     assert len(found) == len(expected)
     for place, row in expected.items():
         np.testing.assert_allclose(found.loc[place], row)
-
-
-def test_an_epoch_is_every_example_once(task: majority.MajorityTask) -> None:
-    chosen = task.data[0].chosen
-    count = len(chosen)
-    epochs = []
-    for epoch in (0, 1):
-        batches = [task.batch(epoch * 4 + step, -(-count // 4), 5).chosen for step in range(4)]
-        assert [len(batch) for batch in batches] == [-(-count // 4)] * 3 + [count - 3 * -(-count // 4)]
-        epochs.append(np.concatenate(batches))
-        np.testing.assert_array_equal(np.sort(epochs[-1]), chosen)
-    assert not np.array_equal(*epochs)
-    assert not np.array_equal(task.batch(0, count, 6).chosen, epochs[0])
-    np.testing.assert_array_equal(task.batch(0, count, 5).chosen, epochs[0])
