@@ -15,7 +15,7 @@ import ln_probe
 from ln_probe.analyses.geometry import queries
 from ln_probe.analyses.probes import uniformity
 from ln_probe.analyses.probes.uniformity import received
-from ln_probe.hooks.attention import Heads, Rotary
+from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.norm import Norm
 
 D, D_HEAD, N = 12, 12, 40
@@ -66,23 +66,6 @@ def test_random_directions_are_near_ninety_degrees() -> None:
     for d in (64, 768):
         expected = 90 - math.degrees(math.sqrt(2 / (math.pi * d)))
         assert queries.random_angle(d) == pytest.approx(expected, abs=0.3)
-
-
-def test_rotary_angle_is_the_mean_over_visible_keys() -> None:
-    heads, site, _ = layer()
-    angles = torch.outer(torch.arange(9.0), torch.tensor([1.0, 0.3, 0.05]))
-    table = torch.cat([angles, angles], dim=-1).double()
-    heads = replace(heads, rotary=Rotary(table.cos(), table.sin(), False))
-    q = torch.randn(9, 1, D_HEAD, dtype=torch.float64)
-    found = queries.angle_to_uniform(heads, site, q)[:, 0]
-    turned = heads.rotary(q, torch.arange(9))
-    for t in (0, 3, 8):
-        by_key = []
-        for j in range(t + 1):
-            matrix = heads.rotary(torch.eye(D_HEAD, dtype=torch.float64)[:, None], torch.full((D_HEAD,), j))[:, 0]
-            v = site.gain * (heads.W_K[0] @ (matrix @ turned[t, 0]))  # rows of `matrix` are R e_i, so it is Rᵀ
-            by_key.append(math.degrees(math.acos(float(v.sum().abs() / (v.norm() * math.sqrt(D))))))
-        assert float(found[t]) == pytest.approx(np.mean(by_key), rel=1e-9)
 
 
 def test_entropy_sees_only_visible_keys() -> None:

@@ -1,0 +1,162 @@
+"""Coordinates in which keys are judged, seen and searched, against their definitions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from geometry_families import FAMILIES, conditioned
+
+import ln_probe
+from ln_probe.analyses.geometry.keys import (
+    QuerySet,
+    centre,
+    judge,
+    level_queries,
+    query_sets,
+    see,
+    whiten,
+    whiten_carefully,
+    whiten_flat,
+)
+
+Keys = np.ndarray
+
+
+def keys_of(kind: str, rng: np.random.Generator, n: int = 30, d: int = 5) -> Keys:
+    keys = rng.standard_normal((n, d)) * np.geomspace(1.0, 30.0, d)
+    if kind == "flat":
+        keys[:, 1] = keys[:, 0] + keys[:, 2]
+    if kind == "thin":
+        keys[:, 1] = 1e-6 * keys[:, 1] + keys[:, 3]
+    return keys @ conditioned(rng, d, 1.0) if kind != "few" else keys[: d - 2]
+
+
+@pytest.mark.parametrize("kind", ["round", "flat", "thin", "few"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_white_keys_have_one_length_along_every_direction(kind: str, biased: bool) -> None:
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        keys = keys_of(kind, rng)
+        rows = judge(*centre(keys[None]), rng.standard_normal((1, len(keys))) if biased else None, None).rows
+        values = np.linalg.svd(rows[0], compute_uv=False) / np.sqrt(len(keys))
+        ways = [whiten(rows, biased), whiten_carefully(rows[0], biased)]
+        if kind == "flat" and not biased:
+            flat = whiten_flat(rows[0], biased)
+            assert flat.thinnest[0] == pytest.approx(values[values > 1e-9].min())
+            ways.append(flat)
+        assert not biased or whiten_flat(rows[0], biased) is None
+        for white in ways:
+            rank = min(int((values > 1e-9).sum()), len(keys) - 1)
+            assert white.rows.shape == (1, len(keys), rank)
+            tall = white.rows[0].T @ white.rows[0] / len(keys)
+            np.testing.assert_allclose(tall, np.eye(rank), atol=1e-9 if kind != "thin" else 1e-3)
+            np.testing.assert_allclose(rows @ white.to_query, white.rows, atol=1e-9 if kind != "thin" else 1e-3)
+            assert white.lifted == (biased and kind != "few")  # a bias of few keys is an affine function of them
+            if kind != "few":
+                assert values[rank - 1] * 0.99 <= white.thinnest[0] <= 30 * rank * values[rank - 1]
+            if white.lifted:  # only the last coordinate looks along the bias, and it looks up
+                assert (white.to_query[0, -1, :-1] == 0.0).all()
+                assert white.to_query[0, -1, -1] > 0.0
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_sets_of_one_rank_are_whitened_together(together: bool) -> None:
+    rng = np.random.default_rng(0)
+    keys = np.stack([keys_of("round" if together or b else "flat", rng) for b in range(3)])
+    white = whiten(judge(*centre(keys), None, None).rows, False)
+    assert (white is not None) == together
+    if white is not None:
+        np.testing.assert_allclose(white.rows.mT @ white.rows / 30, np.tile(np.eye(5), (3, 1, 1)), atol=1e-9)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_judged_and_seen_keys_are_off_by_less_than_is_said(name: str) -> None:
+    for n, d in ((12, 2), (30, 6)):
+        case = FAMILIES[name](np.random.default_rng(3), n, d)
+        keys = case.keys.astype(np.longdouble)
+        bias = None if case.bias is None else case.bias.astype(np.longdouble)
+        d = keys.shape[1]
+        center, axes = case.query_set or (np.arange(1.0, d + 1), conditioned(np.random.default_rng(4), d, 10.0))
+        queries = query_sets((center, axes), 1, d)
+        lift = None if case.bias is None else case.bias[None]
+        points, off = centre(case.keys[None])
+        judged, seen = judge(points, off, lift, None), see(points, lift, queries)
+        exact = keys - keys.mean(0)
+        rows = exact / np.sqrt((exact**2).sum(1).mean())
+        if bias is not None and judged.lift_size[0]:
+            risen = bias - bias.mean()
+            rows = np.column_stack([rows, risen / np.sqrt((risen**2).mean())])
+        wide = judged.rows[0][:, : rows.shape[1]]
+        for got, true, noise in ((wide, rows, judged.noise[0]), (seen.rows[0], exact @ axes, seen.noise[0])):
+            wrong = got - got[0] - (true - true[0])
+            size = np.linalg.norm(true.astype(float), axis=1).max()
+            assert (np.linalg.norm(wrong.astype(float), axis=1) <= noise + noise[0] + 3e-7 * size).all()
+        offset = exact @ center + (0 if bias is None else bias)
+        wrong = seen.offset[0] - seen.offset[0, 0] - (offset - offset[0])
+        assert (np.abs(wrong.astype(float)) <= seen.noise[0] + seen.noise[0, 0]).all()
+        far = np.linalg.norm(exact.astype(float), axis=1) * (np.linalg.norm(axes) + np.linalg.norm(center))
+        most = 1e-12 * (far + 0 if bias is None else far + np.abs(bias - bias.mean()).astype(float)) * d
+        assert (seen.noise[0] <= most).all()
+        assert (judged.noise[0] <= 1e-6 * (1.0 + np.linalg.norm(judged.rows[0], axis=1))).all()
+
+
+def test_the_query_under_which_all_keys_score_alike() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        keys = rng.standard_normal((12, 4))
+        axes = rng.standard_normal((4, int(rng.integers(3, 7))))
+        inside = 0.5 * rng.standard_normal(axes.shape[1])
+        inside /= max(1.0, 1.1 * np.linalg.norm(inside))
+        for center, known in ((-axes @ inside, True), (100.0 * np.ones(4), False), (np.zeros(4), True)):
+            sets = query_sets((center, axes), 1, 4)
+            points, _ = centre(keys[None])
+            seen = see(points, None, sets)
+            level, found = level_queries(seen, sets, None)
+            assert bool(found[0]) == known
+            if known:
+                scores = keys @ (sets[0].center + sets[0].axes @ level[0])
+                assert np.ptp(scores) <= 1e-9
+                assert np.linalg.norm(level[0]) <= 1.0
+        bias = points[0] @ axes @ inside  # what the queries can take away
+        sets = query_sets((np.zeros(4), axes), 1, 4)
+        seen = see(points, bias[None], sets)
+        level, found = level_queries(seen, sets, bias[None])
+        assert found[0]
+        assert np.ptp(seen.rows[0] @ level[0] + seen.offset[0]) <= 1e-9
+
+
+def test_a_query_set_knows_its_span() -> None:
+    rng = np.random.default_rng(6)
+    for rank in (1, 3, 5):
+        axes = rng.standard_normal((5, rank)) @ rng.standard_normal((rank, 7))
+        center = rng.standard_normal(5)
+        (queries,) = query_sets((center, axes), 1, 5)
+        span = np.linalg.svd(axes)[0][:, :rank]
+        onto = span @ span.T
+        assert queries.axes.shape == (5, 5)
+        assert queries.missing.shape == (5, 5 - rank)
+        np.testing.assert_allclose(queries.axes @ queries.axes.T, axes @ axes.T, atol=1e-12)
+        np.testing.assert_allclose(queries.missing @ queries.missing.T, np.eye(5) - onto, atol=1e-9)
+        np.testing.assert_allclose(queries.outside, center - onto @ center, atol=1e-9)
+        np.testing.assert_allclose(queries.in_span(axes.T), axes.T, atol=1e-9)
+        np.testing.assert_allclose(queries.in_span(center[None])[0], onto @ center, atol=1e-9)
+        inside = QuerySet(onto @ center, queries.axes)
+        assert (inside.outside == 0.0).all()  # but for rounding it is in the span
+        assert (inside.level is None) == (rank < 5)
+
+
+def test_a_witness_is_of_length_one_and_goes_with_a_bias_as_it_is_given() -> None:
+    rng = np.random.default_rng(7)
+    for scale in (1e-5, 1.0, 1e5):
+        keys, bias = scale * rng.standard_normal((20, 3)), 3.0 * rng.standard_normal(20)
+        for lift, center in ((None, None), (bias, None), (None, np.array([0.0, 0.0, 5.0]))):
+            axes = np.eye(3)[:, :2]
+            geometry = ln_probe.key_geometry(keys, lift, None if center is None else (center, axes))
+            for i in np.flatnonzero(geometry.verdict == "selectable"):
+                query = geometry.witness(int(i))
+                scores = keys @ query + (0.0 if lift is None else lift)
+                assert scores.argmax() == i
+                if lift is None and center is None:
+                    assert np.linalg.norm(query) == pytest.approx(1.0, abs=1e-12)
+                if center is not None:
+                    assert query[2] == pytest.approx(5.0)
