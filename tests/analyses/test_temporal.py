@@ -38,7 +38,8 @@ def translations(drawn: Expression, word: str) -> list[list[bool]]:
         raise
     back = program_of(formula)
     assert back.depth == formula.depth <= program.depth == drawn.nesting
-    values = [formula.values(word), back.run(word)]
+    together = np.array([list(word), list(word[::-1])], dtype=object).T  # two words at once
+    values = [formula.values(word), back.run(word), formula.values(together)[:, 0]]
     if len(text := str(formula)) < 2000:
         try:
             values.append(parse_formula(text).values(word))

@@ -234,7 +234,6 @@ def fit(target: str, kernel: str, slopes: Sequence[float] | Float[np.ndarray, " 
 @cache
 def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
     """The least-squares optimum over coefficients and slopes (variable projection, several starts)."""
-    linear_weights(target)
     low, high = np.log(SLOPE_RANGE[kernel])
 
     def residuals(log_slopes: Float[np.ndarray, " head"]) -> Float[np.ndarray, " lag"]:

@@ -112,13 +112,13 @@ KEYS = ("cell", "layers", "hidden", "measure", "block")
 
 def run(request: Request) -> Results:
     """Compare automata with layers, and rank Hankel blocks."""
-    errors, ranks = [], []
+    errors, ranks, draws = [], [], DRAWS_QUICK if request.quick else DRAWS
     for seed in request.seeds:
         for pooling in POOLINGS:
             errors.append((pooling, seed, largest_error(pooling, seed, NETWORKS_QUICK if request.quick else NETWORKS)))
         for number, (cell, layers, hidden) in enumerate(CELLS):
             rng = np.random.default_rng([seed, number])
-            nets = [drawn(cell, layers, rng, hidden) for _ in range(DRAWS_QUICK if request.quick else DRAWS)]
+            nets = [drawn(cell, layers, rng, hidden) for _ in range(draws)]
             found = [hankel_ranks(net, BLOCKS_QUICK if request.quick else BLOCKS) for net in nets]
             for block in found[0]:
                 all_of = [rank[block] for rank in found]
@@ -128,7 +128,7 @@ def run(request: Request) -> Results:
         pd.DataFrame(ranks, columns=[*KEYS, "seed", "value"]),
         pd.DataFrame(errors, columns=["pooling", "seed", "value"]),
     )
-    return Results(tables, {}, {"draws": DRAWS_QUICK if request.quick else DRAWS, "words": f"{WORDS} of {LENGTH}"})
+    return Results(tables, {}, {"draws": draws, "words": f"{WORDS} of {LENGTH} letters"})
 
 
 def analyse(ranks: pd.DataFrame, errors: pd.DataFrame) -> dict[str, pd.DataFrame]:
