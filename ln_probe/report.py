@@ -213,13 +213,14 @@ class Report:
         }
         manifest = json.dumps(content, indent=1, allow_nan=False)
         with ExitStack() as stack:  # an earlier report stays whole until all files of this one are written
-            page = stack.enter_context(replacing(folder / PAGE_FILE))
-            page.write_bytes(encodable(report_page(self, index)).encode())
             for name, table in self.tables.items():
                 table.to_parquet(stack.enter_context(replacing(folder / f"{name}.parquet")), index=False)
             save_arrays(stack.enter_context(replacing(folder / EXHIBITS_FILE)), self.exhibits, self.constants)
             (folder / REPORT_FILE).unlink(missing_ok=True)
+            (folder / PAGE_FILE).unlink(missing_ok=True)
         write_text(folder / REPORT_FILE, manifest)
+        with replacing(folder / PAGE_FILE) as page:  # last: where a probe's own picture fails, the tables are there
+            page.write_bytes(encodable(report_page(self, index)).encode())
         return folder
 
 
