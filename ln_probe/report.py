@@ -190,8 +190,8 @@ class Report:
     def save(self, folder: str | Path, *, index: str = "") -> Path:
         """Write report.json, a parquet file per table, exhibits.npz and report.html into `folder` (made if missing).
 
-        Files are written aside and renamed, report.json last: a folder that has it holds a whole report. Other files
-        of the folder are left alone.
+        Files are written aside and renamed: the tables, report.json, then the page. A folder with report.json holds all
+        numbers. Other files of the folder are left alone.
 
         Args:
             folder: where to write.

@@ -106,7 +106,8 @@ def is_significant(row: Any) -> bool:
 
 def is_effect(row: Any, unit: str = NATS) -> bool:
     """Return whether a row is called an effect: significant, and large enough if the loss is in nats."""
-    return is_significant(row) and (unit != NATS or abs(float(row["delta_loss"])) >= LEAST_CHANGE)
+    size = round(abs(float(row["delta_loss"])), 4)  # as it is printed
+    return is_significant(row) and (unit != NATS or size >= LEAST_CHANGE)
 
 
 def loss_change(row: Any, unit: str, edit: str) -> str:
@@ -134,7 +135,7 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
         unit=unit,
         share=share,
         interval=interval,
-        small="" if effect else ", which is significant but small",
+        small="" if effect else f", which is significant but below {LEAST_CHANGE:g} {unit}",
         optimal="" if math.isnan(optimal) else f"; with loss-optimal constants {signed(optimal)}",
     )
 
@@ -206,7 +207,7 @@ def _heads(effects: pd.DataFrame, provenance: Mapping[str, Any]) -> Iterator[str
     if len(rows) < len(frozen):
         heads = f"the {heads} run (of {len(frozen)}; the others are only estimated)"
     lowering = int(((rows["p"] < SIGNIFICANCE) & (rows["delta_loss"] < 0)).sum())
-    lower = f", {lowering} significantly lower it" if lowering else ""
+    lower = f", {lowering} significantly lower{'s' * (lowering == 1)} it" if lowering else ""
     top = rows.sort_values("delta_loss").iloc[-1]
     prompts = counted(top["n"], "prompt")
     if rows["p"].isna().all():
