@@ -54,7 +54,7 @@ def test_a_norm_that_a_hook_calls_on_the_last_vector(worlds: list[tuple[str, Any
             outputs.extend([norm(x), norm(x[:, -1:])])
 
         handle = model.blocks[1].register_forward_pre_hook(call)
-        with without(model, "scaling", tokens=TOKENS[:1]), torch.no_grad():
+        with without(model, "scaling", sites="all", tokens=TOKENS[:1]), torch.no_grad():
             outputs.clear()
             model(TOKENS)
         handle.remove()
