@@ -62,7 +62,7 @@ class Positions:
 
     A norm is given tensors, not positions. `installed` has the model and its first block tell where each forward pass
     begins: at position 0, behind a cache of earlier tokens (`generate`), or behind padding on the left. A norm that is
-    called outside a pass, or in a pass that starts at a later layer, has no vector of position 0.
+    called outside a pass, on a part of it, or in a pass that starts at a later layer, has no vector of position 0.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,8 @@ class Positions:
         attention) or flattened from those.
         """
         is_inside = self.is_running or _is_checkpointed()
-        if not is_inside or not (self.shape or x.ndim == 3):
+        is_part = x.ndim == 3 and self.shape not in ((), x.shape[:2])  # as where a hook reads some vectors
+        if not is_inside or is_part or not (self.shape or x.ndim == 3):
             return torch.zeros((*x.shape[:-1], 1), dtype=torch.bool, device=x.device)
         batch, length = x.shape[:2] if x.ndim == 3 else self.shape
         start = 0 if self.padding is None else self.padding[:batch, None].to(x.device)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ln_probe.analyses.probes.sinks import TokenSizes
 from ln_probe.hooks.model import OneLine, check_model, evaluating, facts_of
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream
-from ln_probe.hooks.task import check_tokens
+from ln_probe.hooks.task import check_tokens, unpadded_rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,7 +41,7 @@ def outlier_tokens(
     Args:
         model: HookedTransformer, TransformerBridge or lab model.
         tokens: [pos], [batch pos], or a list of rows of several lengths. Rows of fewer than LEAST_TOKENS tokens have no
-            outliers. After the end of a shorter row masks are False and ratios NaN.
+            outliers. At padding, which is left out, and after the end of a shorter row masks are False and ratios NaN.
 
     Raises:
         TypeError: not a TransformerLens model, or tokens that are neither a tensor nor a list of rows.
@@ -53,17 +53,26 @@ def outlier_tokens(
         >>> ln_probe.outlier_tokens(model, tokens)
     """
     hooked = check_model(model)
-    prompts = check_tokens(facts_of(hooked), tokens)
+    rows = check_tokens(facts_of(hooked), tokens)
+    prompts = unpadded_rows(facts_of(hooked), tokens)
     sites = [s for s in find_norms(hooked) if s.reads not in ("query", "key")]
     if not sites:
         raise ValueError("the model has no normalization: no norm says which tokens are long")
     sizes = [TokenSizes() for _ in prompts]
     with evaluating(hooked):
-        for row, of_row in zip(prompts, sizes, strict=True):
-            stream(hooked, row, sites, on_norm=of_row.add)
-    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        for prompt, of_prompt in zip(prompts, sizes, strict=True):
+            stream(hooked, prompt, sites, on_norm=of_prompt.add)
+
+    def placed(values: list[Tensor], fill: float) -> Tensor:
+        """Return the values of every prompt at its places in its row."""
+        whole = []
+        for row, prompt, value in zip(rows, prompts, values, strict=True):
+            begin = next(at for at in range(len(row)) if row[at : at + len(prompt)].equal(prompt))
+            whole.append(F.pad(value.cpu(), (begin, len(row) - begin - len(prompt)), value=fill))
+        return pad_sequence(whole, batch_first=True, padding_value=fill)
+
     return OutlierTokens(
-        pad([one.outlier.cpu() for one in sizes]),
-        pad([one.massive.cpu() for one in sizes]),
-        {name: pad([one.ratios[name].cpu() for one in sizes], padding_value=math.nan) for name in sizes[0].ratios},
+        placed([one.outlier for one in sizes], False),
+        placed([one.massive for one in sizes], False),
+        {name: placed([one.ratios[name] for one in sizes], math.nan) for name in sizes[0].ratios},
     )

@@ -348,7 +348,7 @@ def measure_norms(
         ready.strings,
         statistics,
         seed,
-        ready.strata if groups is None else tuple(map(str, groups)),
+        ready.strata if groups is None else (),
         obstacle,
     )
     notes = [*ready.notes, *_notes(inputs, looking, of_random_head)]

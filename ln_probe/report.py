@@ -190,8 +190,8 @@ class Report:
     def save(self, folder: str | Path, *, index: str = "") -> Path:
         """Write report.json, a parquet file per table, exhibits.npz and report.html into `folder` (made if missing).
 
-        Files are written aside and renamed, report.json last: a folder that has it holds a whole report. Other files
-        of the folder are left alone.
+        Files are written aside and renamed: the tables, report.json, then the page. A folder with report.json holds all
+        numbers. Other files of the folder are left alone.
 
         Args:
             folder: where to write.
@@ -213,13 +213,14 @@ class Report:
         }
         manifest = json.dumps(content, indent=1, allow_nan=False)
         with ExitStack() as stack:  # an earlier report stays whole until all files of this one are written
-            page = stack.enter_context(replacing(folder / PAGE_FILE))
-            page.write_bytes(encodable(report_page(self, index)).encode())
             for name, table in self.tables.items():
                 table.to_parquet(stack.enter_context(replacing(folder / f"{name}.parquet")), index=False)
             save_arrays(stack.enter_context(replacing(folder / EXHIBITS_FILE)), self.exhibits, self.constants)
             (folder / REPORT_FILE).unlink(missing_ok=True)
+            (folder / PAGE_FILE).unlink(missing_ok=True)
         write_text(folder / REPORT_FILE, manifest)
+        with replacing(folder / PAGE_FILE) as page:  # last: where a probe's own picture fails, the tables are there
+            page.write_bytes(encodable(report_page(self, index)).encode())
         return folder
 
 

@@ -92,7 +92,7 @@ class LogitAttribution(Sums):
     bound: float
     at: Int[Tensor, "batch pos"]
     label: str
-    soft_cap: float = 0.0
+    soft_cap: float
 
     @property
     def values(self) -> Float64[Tensor, "component batch pos"]:

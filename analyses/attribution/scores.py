@@ -70,7 +70,7 @@ class ScoreAttribution(Sums):
     keys: Int[Tensor, " batch *pos"]
     bound: float
     label: str
-    soft_cap: float = 0.0
+    soft_cap: float
     pairs: pd.DataFrame | None = None
     terms: pd.DataFrame | None = None
     query_components: tuple[Part, ...] = ()

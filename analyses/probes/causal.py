@@ -325,7 +325,7 @@ class _Watching(Observer):
 
     def _by_prompt(self, moved: Mapping[str, Float[np.ndarray, " prompt"]]) -> pd.DataFrame:
         """Return the `causal_prompts` table: means over each prompt, of what was run."""
-        rows, strata = [], self.run.strata or [str(group) for group in self.run.constants.groups]
+        rows, strata = [], self.run.strata or [""] * len(self.run.constants.groups)
         for prompt, weight in sorted(self.weights.items()):
             for row in self.rows:
                 loss = self.losses[row.sites, row.variant.name, FROZEN].get(prompt)

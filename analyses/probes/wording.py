@@ -41,10 +41,13 @@ UNTESTED = "{edit} changes the loss by {size} {unit}: not tested ({prompts})."
 NOTHING = "{edit} changes nothing in this model: {reason}."
 STRATA = "The CI is over windows of these {count} books ({means}), and does not say how other texts differ."
 HEADS = (
-    "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss ({prompts}); "
+    "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss{lower} ({prompts}); "
     "largest estimates: {which}."
 )
-NO_HEAD = "With scaling frozen for one head at a time, no head significantly raises the loss ({tests}); most: {which}."
+NO_HEAD = (
+    "With scaling frozen for one head at a time, none of {heads} significantly raises the loss{lower} ({prompts}); "
+    "most: {which}."
+)
 KEYS = (
     "{share} of keys are unselectable: no query scores them highest "
     "({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
@@ -103,7 +106,8 @@ def is_significant(row: Any) -> bool:
 
 def is_effect(row: Any, unit: str = NATS) -> bool:
     """Return whether a row is called an effect: significant, and large enough if the loss is in nats."""
-    return is_significant(row) and (unit != NATS or abs(float(row["delta_loss"])) >= LEAST_CHANGE)
+    size = round(abs(float(row["delta_loss"])), 4)  # as it is printed
+    return is_significant(row) and (unit != NATS or size >= LEAST_CHANGE)
 
 
 def loss_change(row: Any, unit: str, edit: str) -> str:
@@ -195,13 +199,19 @@ def _heads(effects: pd.DataFrame, provenance: Mapping[str, Any]) -> Iterator[str
     if reason := heads_unchanged(provenance):
         yield NOTHING.format(edit="Freezing scaling for one head at a time", reason=reason)
     unit = unit_of(provenance)
-    rows = effects[(effects["variant"] == SCALING_FROZEN.name) & effects["delta_loss"].notna()]
+    frozen = effects[effects["variant"] == SCALING_FROZEN.name]
+    rows = frozen[frozen["delta_loss"].notna()]
     if not len(rows):
         return
+    heads = counted(len(rows), "head")
+    if len(rows) < len(frozen):
+        heads = f"the {heads} run (of {len(frozen)}; the others are only estimated)"
+    lowering = int(((rows["p"] < SIGNIFICANCE) & (rows["delta_loss"] < 0)).sum())
+    lower = f", {lowering} significantly lower{'s' * (lowering == 1)} it" if lowering else ""
     top = rows.sort_values("delta_loss").iloc[-1]
     prompts = counted(top["n"], "prompt")
     if rows["p"].isna().all():
-        edit = f"Freezing scaling for head {head_name(top)} alone, the largest of {counted(len(rows), 'head')},"
+        edit = f"Freezing scaling for head {head_name(top)} alone, the largest of {heads},"
         yield UNTESTED.format(edit=edit, size=signed(float(top["delta_loss"])), unit=unit, prompts=prompts)
     elif len(significant := significant_heads(effects)):
         which = ", ".join(
@@ -209,11 +219,11 @@ def _heads(effects: pd.DataFrame, provenance: Mapping[str, Any]) -> Iterator[str
         )
         more = ", …" if len(significant) > _HEADS_NAMED else ""
         yield HEADS.format(
-            count=len(significant), heads=counted(len(rows), "head"), prompts=prompts, which=f"{which}{more} {unit}"
+            count=len(significant), heads=heads, lower=lower, prompts=prompts, which=f"{which}{more} {unit}"
         )
     else:
-        tests = f"{counted(len(rows), 'head')}, {prompts}"
-        yield NO_HEAD.format(tests=tests, which=f"{head_name(top)}, {signed(float(top['delta_loss']))} {unit}")
+        which = f"{head_name(top)}, {signed(float(top['delta_loss']))} {unit}"
+        yield NO_HEAD.format(heads=heads, lower=lower, prompts=prompts, which=which)
 
 
 def head_name(row: Any) -> str:

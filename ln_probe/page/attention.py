@@ -196,9 +196,10 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
     yield from ((f"more{i + 1}", f"+{step:.2g}") for i, step in enumerate(steps))
     if any(cell.significant for cell in known):
         yield "more4 significant", "outlined: significant"
-    if any(not cell.significant and not cell.estimate for cell in known):
-        untested = {cell.certainty for cell in known if not cell.tested and not cell.estimate}
-        yield "more4 pale", f"pale: {', '.join(sorted(untested)) or 'not significant'}"
+    pale = [cell for cell in known if not cell.significant and not cell.estimate]
+    if pale:
+        why = sorted({"not significant" if cell.tested else cell.certainty for cell in pale})
+        yield "more4 pale", f"pale: {' or '.join(why)}"
     if any(cell.estimate for cell in known):
         yield "more4 pale estimate", "hatched: first-order estimate, not tested"
     if len(known) < len(cells):

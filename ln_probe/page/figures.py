@@ -120,6 +120,12 @@ class Contrast:
         return with_interval(*self.change)[0] + ("" if np.isfinite(self.p) else ", not tested")
 
 
+def _pale(rows: Sequence[Contrast]) -> list[tuple[str, str, str]]:
+    """Return what pale marks mean in the legend of some rows."""
+    pale = {"not significant" if np.isfinite(row.p) else "not tested" for row in rows if not row.significant}
+    return [("o", PALE, f"pale: {' or '.join(sorted(pale))}")] if pale else []
+
+
 def contrasts(report: Report) -> list[Contrast]:
     """Return the primary contrasts that have a loss: scaling frozen, projection removed; every norm, attention's."""
     rows = {(row["sites"], row["variant"]): row for row in report.tables["causal"].to_dict("records")}
@@ -165,7 +171,7 @@ def loss_changes(report: Report) -> Figure:
     keys = [("o", SOFT, "mean constants" if optimal else "change, 95 % CI")]
     keys += [("o", "none", "loss-optimal constants")] * optimal
     keys += [("|", SOFT, "one book")] * any(row.strata for row in rows)
-    keys += [("o", PALE, "pale: not significant")] * any(not row.significant for row in rows)
+    keys += _pale(rows)
     _finish_rows(figure, axes, unit, keys)
     return figure
 
@@ -190,7 +196,7 @@ def forest(names: Sequence[str], reports: Sequence[Report]) -> Figure:
             _mark(figure, axes, place + (0.0 if row.variant is SCALING_FROZEN else 0.2), row, about)
     drawn = {row.variant: None for rows in by_model for row in rows}
     keys = [("o", COLORS[variant.name], variant.label) for variant in drawn]
-    keys += [("o", PALE, "pale: not significant")] * any(not row.significant for rows in by_model for row in rows)
+    keys += _pale([row for rows in by_model for row in rows])
     _finish_rows(figure, axes, " or ".join(units), keys)
     return figure
 

@@ -199,7 +199,7 @@ def test_prompts_of_one_group_count_once() -> None:
     prompts = drawn(36)
     report = measured(lab(), prompts, groups=[i // 2 for i in range(36)], probe=Causal(single_norms=False))
     by_prompt = report.tables["causal_prompts"]
-    assert by_prompt["stratum"].tolist()[: 12 * 3] == ["0"] * 24 + ["1"] * 12
+    assert by_prompt["stratum"].tolist()[: 12 * 3] == [""] * 36
     mine = by_prompt[(by_prompt["sites"] == "mlp") & (by_prompt["variant"] == "no_projection")]
     change = (mine["delta_loss"] * mine["n"]).to_numpy().reshape(18, 2).sum(1)
     inference = infer_mean(change, np.full(18, 16.0))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from architectures import make_bridge, make_hooked
 from small_models import norm_of
 from torch import Tensor
@@ -229,6 +231,13 @@ def test_a_mask_of_rows_of_several_lengths_and_sizes_of_the_norms() -> None:
     ratio = outliers.ratio["blocks.0.ln1"]
     assert torch.allclose(ratio[0], length / length.median())
     assert ratio[1, -3:].isnan().all()
+    padded = make_bridge("llama", pad_token_id=0)
+    with pytest.warns(UserWarning, match="padding"):
+        found = outlier_tokens(padded, F.pad(rows[0][None], (3, 2)))
+    alone = outlier_tokens(padded, rows[0][None])
+    for name, values in alone.ratio.items():
+        torch.testing.assert_close(found.ratio[name], F.pad(values, (3, 2), value=math.nan), equal_nan=True)
+    assert found.mask.tolist() == F.pad(alone.mask, (3, 2)).tolist()
     with pytest.raises(ValueError, match="whole numbers"):
         outlier_tokens(random_model(0), torch.rand(1, 4))
     with pytest.raises(ValueError, match="normalization"):

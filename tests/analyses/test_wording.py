@@ -122,6 +122,7 @@ def test_a_decrease_of_the_loss_comes_first() -> None:
     ({"change": 0.004, "half": 0.001}, NATS,
      "by 0.0040 nats/token (95 % CI +0.0030 to +0.0050; Holm-adjusted p = 0.002), which is significant but "
      "below 0.01 nats/token."),
+    ({"change": 0.00996, "half": 0.001}, NATS, "raises the loss by 0.0100 nats/token, 0.25 % of the intact"),
     ({"change": 0.004, "half": 0.001}, "units of my_loss", "p = 0.002)."),
     ({"change": 0.02, "half": 0.03}, NATS, "does not significantly change the loss: +0.020 nats/token (95 % CI -0.010 "
      "to +0.050; Holm-adjusted p = 0.5)."),
@@ -149,14 +150,21 @@ def test_what_else_is_said_of_the_loss(causal: list[dict[str, Any]], provenance:
 
 @pytest.mark.parametrize(("change", "p", "unit", "text"), [
     (0.4, math.nan, NATS, "head L0H0 alone, the largest of 1 head, changes the loss by +0.4 nats/token: not tested"),
-    (0.4, 0.5, NATS, "no head significantly raises the loss (1 head, 6 prompts); most: L0H0, +0.4 nats/token."),
+    (0.4, 0.5, NATS, "none of 1 head significantly raises the loss (6 prompts); most: L0H0, +0.4 nats/token."),
     (0.0005, 0.01, "units of f", "1 of 1 head significantly raise the loss (6 prompts); largest estimates: L0H0"),
-    (-0.4, 0.01, NATS, "no head significantly raises"),
+    (-0.4, 0.01, NATS, "none of 1 head significantly raises the loss, 1 significantly lowers it (6 prompts)"),
 ])  # fmt: skip
 def test_heads_in_words(change: float, p: float, unit: str, text: str) -> None:
-    effects = [{"layer": 0, "head": 0, "variant": "no_scaling", "delta_loss": change, "p": p, "n": 6}]
-    found = findings(report_tables(head_effects=effects), {"loss": {"unit": unit}})
-    assert text in next(finding.text for finding in found if finding.question == "heads")
+    def said(*changes: float) -> str:
+        effects = [
+            {"layer": 0, "head": h, "variant": "no_scaling", "delta_loss": each, "p": p, "n": 6}
+            for h, each in enumerate(changes)
+        ]
+        found = findings(report_tables(head_effects=effects), {"loss": {"unit": unit}})
+        return next(finding.text for finding in found if finding.question == "heads")
+
+    assert text in said(change)
+    assert "the 1 head run (of 3; " in said(change, math.nan, math.nan) or math.isnan(p)
 
 
 @pytest.mark.parametrize(("strata", "count"), [("ba", "two"), ("cab", "three"), ("dbca", "4"), ("abcdefg", "")])

@@ -132,7 +132,8 @@ def figures_of_findings() -> list[str]:
     assert set(pretrained["model"]) == set(PRETRAINED)
     assert not pretrained[["unselectable", "undecided"]].any().any()  # not rounded to 0 %
     paper = pd.read_csv(PUBLISHED / "language_model" / "summary.csv")
-    paper = paper.query("space == 'head' and measure == 'unselectable_fraction' and norm == 'layernorm'")
+    paper = paper.query("space == 'head' and measure == 'unselectable_fraction' and step == step.max()")
+    ours = keys.query("model == 'lm-layernorm' and n == 256")
     majority: dict[str, Any] = {
         "table": PUBLISHED / "majority" / "contrasts.csv",
         "step": 1000,
@@ -149,8 +150,8 @@ def figures_of_findings() -> list[str]:
     shape = registered.loc[(4, "projection, divisor 1 minus layernorm, loss at step 3000")]
     return [
         percents(pretrained["share"]),
-        percents(paper[paper["step"] == paper["step"].max()]["mean"]),
-        percents(keys.query("model == 'lm-layernorm' and n == 256 and variant == 'intact'")["share"]),
+        *(percents(paper[paper["norm"] == norm]["mean"]) for norm in ("layernorm", "projection_only")),
+        *(percents(ours[ours["variant"] == variant]["share"]) for variant in ("intact", "no_scaling")),
         *(with_interval(one_row(**majority, contrast=contrast), seeds, 2) for contrast in contrasts),
         "+0.05",  # read off figure 4b
         with_interval(shape, ("estimate", "low", "high"), 3),

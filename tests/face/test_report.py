@@ -139,6 +139,13 @@ def test_a_save_that_fails_leaves_the_report_saved_before(
     pd.testing.assert_frame_equal(ln_probe.load_report(folder).heads, report.heads)
 
 
+def test_a_page_that_fails_costs_no_table(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ln_probe.page.page.report_page", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        report.save(tmp_path)
+    pd.testing.assert_frame_equal(ln_probe.load_report(tmp_path).heads, report.heads)
+
+
 @pytest.mark.parametrize("change", [
     lambda t: t.drop(columns="layer"),
     lambda t: t.assign(n="many"),

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from architectures import make_bridge, make_hooked
 from small_models import lab
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from ln_probe.analyses.geometry.queries import query_ellipsoid
 from ln_probe.analyses.lab.transformer import alibi_slopes
 from ln_probe.hooks import find_norms
-from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
+from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, _slopes, read_heads
 from ln_probe.hooks.stream import AttentionInput, stream
 
 TOKENS = torch.arange(3, 27) % 50
@@ -54,6 +57,17 @@ def test_alibi_is_a_bias_per_key() -> None:
     for seen, heads in layers_of(make_bridge("bloom", torch.float64)):
         paid = heads.pattern(heads.queries(seen.y), heads.keys(seen.y))
         torch.testing.assert_close(paid, seen.pattern, rtol=1e-5, atol=1e-7)  # its ALiBi and softmax are in float32
+
+
+@pytest.mark.parametrize("n_heads", [1, 4, 6, 12, 13])
+def test_slopes_are_those_of_bloom_and_mpt(n_heads: int) -> None:
+    attn = SimpleNamespace(cfg=SimpleNamespace(positional_embedding_type="alibi"))
+    *known, none = _slopes(attn, n_heads, divisor=4.0)
+    assert none is None
+    bloom = build_alibi_tensor(torch.ones(1, 2), n_heads, torch.float64)[:, 0, 1]
+    mpt = -build_mpt_alibi_tensor(n_heads, 2)[:, 0, 0].double()
+    for slopes in (bloom, mpt, bloom / 4, bloom / 2):
+        assert any(torch.allclose(slopes, form, rtol=1e-6) for form in known)
 
 
 @pytest.mark.parametrize("changed", [lambda pattern: pattern.triu(-7), lambda pattern: pattern**2])

@@ -44,6 +44,23 @@ def test_the_model_is_left_as_it_was(only: str | None, worlds: list[tuple[str, A
             assert {n: m.training for n, m in model.named_modules()} == modes
 
 
+def test_a_norm_that_a_hook_calls_on_the_last_vector(worlds: list[tuple[str, Any]]) -> None:
+    """That vector is not at position 0, though it is the first of what the norm is given."""
+    for name, model in worlds:
+        final = next(norm for norm in find_norms(model) if norm.reads == "unembed")
+        x, outputs = torch.randn(2, 10, final.d), list[Tensor]()
+
+        def call(*_: Any, norm: Any = final.module, x: Tensor = x, outputs: list[Tensor] = outputs) -> None:
+            outputs.extend([norm(x), norm(x[:, -1:])])
+
+        handle = model.blocks[1].register_forward_pre_hook(call)
+        with without(model, "scaling", sites="all", tokens=TOKENS[:1]), torch.no_grad():
+            outputs.clear()
+            model(TOKENS)
+        handle.remove()
+        assert torch.equal(outputs[1], outputs[0][:, -1:]), name
+
+
 @pytest.mark.parametrize("options", [{}, {"only": "keys"}, {"heads": [(0, 1)]}])
 @pytest.mark.parametrize("flag", ["use_split_qkv_input", "use_attn_in"])
 def test_an_edit_that_a_bridge_would_lose_is_refused(options: Any, flag: str) -> None:

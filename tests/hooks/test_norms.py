@@ -206,6 +206,7 @@ def test_terms_are_what_they_are_called() -> None:
     norm = norm_of()
     x = torch.randn(6, 16, dtype=torch.float64) + 2
     terms = norm.decompose(x)
+    assert repr(terms).startswith("Terms(x=<6 x 16>")
     torch.testing.assert_close(terms.mean_component + terms.projected, x)
     assert float(terms.projected.sum(-1).abs().max()) < 1e-12
     assert float((terms.mean_component * terms.projected).sum(-1).abs().max()) < 1e-12
