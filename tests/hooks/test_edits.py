@@ -131,6 +131,7 @@ def test_a_norm_that_nobody_calls_or_reads() -> None:
         pass
     model = lab()
     with torch.no_grad(), without(model, "scaling", scale=2.0):
+        model(TOKENS)
         model.blocks[0].ln1 = lab().blocks[0].ln1
         with pytest.raises(LostEditError, match=r"blocks\.0\.ln1"):
             model(TOKENS)
