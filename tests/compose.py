@@ -20,7 +20,7 @@ from architectures import VOCAB, bridge_of, hooked_transformer, hugging_face
 from torch import Tensor
 
 from ln_probe.analyses.lab.transformer import LabConfig
-from ln_probe.hooks import InterventionError, linearized, without
+from ln_probe.hooks import InterventionError, find_norms, linearized, without
 from ln_probe.hooks.norm import Norm
 from ln_probe.loading.convert import World, has_hooked_transformer
 from ln_probe.loading.convert import lab_model as into_transformer_lens
@@ -304,3 +304,11 @@ def cases(site: Norm) -> Iterator[tuple[str, str, str, str]]:
 
 def tolerance(name: str) -> float:
     return SAME if name in IN_FLOAT64 else SAME_IN_FLOAT32
+
+
+def every_outcome(model: Any, same: float) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each case of one model at the norm that attention of its second block reads, and what it comes to."""
+    every = find_norms(model)
+    site = next(s for s in every if LAYER in s.attention_layers)
+    for case in cases(site):
+        yield case, outcome(model, site, every, *case, same)

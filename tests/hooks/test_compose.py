@@ -13,7 +13,7 @@ import torch
 from architectures import cases
 
 import ln_probe
-from ln_probe.hooks import find_norms, linearized, linearized_hooks
+from ln_probe.hooks import find_norms, linearized, linearized_hooks, without
 
 FAST = {
     "hooked": ("scaling", "linearized", "linearized, given", "linearized in scaling"),
@@ -43,6 +43,48 @@ def test_hooks_at_a_norm_compose_with_its_edits(name: str) -> None:
         left_out = name in FAST and (case[0] not in FAST[name] or number % 3)
         if not left_out:
             assert compose.outcome(model, site, every, *case, compose.tolerance(name)) in ("equal", "allowed"), case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAST)
+def test_every_case(name: str) -> None:
+    assert {
+        c: o for c, o in compose.every_outcome(model_of(name), compose.tolerance(name)) if o not in ("equal", "allowed")
+    } == {}
+
+
+@pytest.mark.parametrize("readers", [{"only": "keys"}, {"heads": [(1, 2), (1, 0)]}])
+def test_with_some_readers_the_norm_shows_the_intact_norm_and_q_k_v_z_what_is_combined(readers: Any) -> None:
+    model = model_of("gpt2")
+    shown = [f"blocks.1.ln1.{p}" for p in ("hook_scale", "hook_normalized", "hook_out")]
+    combined = [f"blocks.1.attn.hook_{letter}" for letter in "qkvz"]
+    sites = {} if "heads" in readers else {"sites": ["blocks.1.ln1"]}
+    calls: list[str] = []
+
+    def count(value: Any, hook: Any) -> None:
+        calls.append(hook.name)
+
+    with torch.no_grad():
+        _, intact = model.run_with_cache(compose.TOKENS)
+        with without(model, "scaling", sites=["blocks.1.ln1"], scale=2.0):
+            _, whole = model.run_with_cache(compose.TOKENS)
+        with without(model, "scaling", scale=2.0, **sites, **readers):
+            plain = model(compose.TOKENS)
+            _, some = model.run_with_cache(compose.TOKENS)
+            seen = model.run_with_hooks(compose.TOKENS, fwd_hooks=[(p, count) for p in (*shown, *combined)])
+            for point in combined[:3]:  # an edit there reaches the output
+                moved = model.run_with_hooks(compose.TOKENS, fwd_hooks=[(point, lambda v, hook: 2 * v + 1)])
+                assert float((moved - plain).abs().max()) > 1e-6, point
+    assert sorted(calls) == sorted({*calls})
+    assert float((seen - plain).abs().max()) <= 1e-12 * float(plain.abs().max())
+    for point in shown:
+        torch.testing.assert_close(some[point], intact[point], rtol=1e-10, atol=1e-10)
+    for point in combined[:3]:
+        own, new, all_new = (c[point].reshape(2, 7, 4, 8) for c in (intact, some, whole))
+        heads = [h for _, h in readers.get("heads", ())] if "heads" in readers else range(4 * point.endswith("k"))
+        for head in range(4):
+            expected = all_new if head in heads else own
+            torch.testing.assert_close(new[:, :, head], expected[:, :, head], rtol=1e-10, atol=1e-10)
 
 
 def test_sigmas_that_were_recorded_can_be_held_where_queries_and_keys_are_normalized() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ from architectures import hugging_face, make_bridge, make_folded, make_hooked, m
 from compose import distance as difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import lab
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.hooks import find_norms, without
+from ln_probe.hooks import find_norms, linearized, without
 from ln_probe.hooks.constants import Constant, mean_sigmas
 from ln_probe.hooks.edits import NoOpWarning
 from ln_probe.hooks.norm import VARIANT_WITHOUT, VARIANTS, Norm
@@ -94,6 +97,20 @@ def test_gpt2_is_the_block_recomputed_in_plain_torch(what: str, sites: Any, name
         assert list(done.sites) == names
         assert difference(found, expected) < tolerance
         assert dict(done.divisors) == ({} if what == "projection" else dict.fromkeys(names, Constant(1.0, 1.0)))
+
+
+@pytest.mark.parametrize("kind", NORM_KINDS)
+@pytest.mark.parametrize("what", TERMS)
+def test_lab_norms(kind: str, what: str) -> None:
+    model = lab(norm=kind)
+    site = find_norms(model)[0]
+    with torch.no_grad():
+        intact = model(TOKENS)
+        with without(model, what, sites=["blocks.0.ln1"], scale=2.0) as done:
+            changed = model(TOKENS)
+    acts = (what != "scaling" and site.projects) or (what != "projection" and site.scales)
+    assert bool(done.no_ops) == (not acts)
+    assert (difference(changed, intact) > 1e-3) == acts
 
 
 @settings(max_examples=30, deadline=None)
@@ -177,6 +194,30 @@ def test_one_constant_and_two(scale: str) -> None:
     assert done.divisors[name] == Constant(float(divisor[0, 0]), float(divisor[0, 1]))
 
 
+def test_with_a_cache_later_tokens_are_not_position_0() -> None:
+    """Token by token, with earlier keys and values kept: the same logits as all at once (in a HookedTransformer)."""
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
+
+    model = make_hooked(dtype=torch.float64)
+    scale = {s.name: {"first": 3.0, "rest": 0.7} for s in find_norms(model)}
+    with torch.no_grad(), without(model, "scaling", sites="all", scale=scale):
+        whole, cache = model(TOKENS), Cache.init_cache(model.cfg, "cpu", 2)
+        parts = (TOKENS[:, :4], *TOKENS[:, 4:].split(1, dim=1))
+        steps = [model(part, past_kv_cache=cache, attention_mask=torch.ones_like(part)) for part in parts]
+        assert difference(torch.cat(steps, dim=1), whole) < 1e-5
+
+
+def test_padding_on_the_left_moves_position_0() -> None:
+    model = make_bridge("gpt2", torch.float64)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), TOKENS[:1]], dim=1)
+    mask = torch.tensor([[0] * 3 + [1] * 10])
+    scale = {s.name: (3.0, 0.7) for s in find_norms(model)}
+    with torch.no_grad(), without(model, "scaling", sites="all", scale=scale):
+        whole = model(TOKENS[:1])
+        shifted = model(padded, attention_mask=mask)[:, 3:]
+    torch.testing.assert_close(shifted, whole, rtol=1e-9, atol=1e-9)
+
+
 def test_position_0_of_a_hugging_face_model_in_memory() -> None:
     """With as many tokens as heads, whose norms see positions before heads (Qwen 3); and behind padding on the left
     that is told without a keyword."""
@@ -199,6 +240,12 @@ def test_position_0_of_a_hugging_face_model_in_memory() -> None:
     assert torch.equal(whole, alone)
 
 
+@pytest.mark.parametrize("given", [0.0, (1.0, 2.0, 3.0), {"first": 1.0}, None])
+def test_what_is_no_constant(given: object) -> None:
+    with pytest.raises(ValueError, match="a constant is"):
+        Constant.of(given)
+
+
 def test_a_shared_norm_can_be_edited_for_its_keys_alone() -> None:
     """GPT-J: one norm feeds attention and the MLP; the MLP must see the intact one."""
     model = make_hooked(parallel_attn_mlp=True)
@@ -212,3 +259,51 @@ def test_a_shared_norm_can_be_edited_for_its_keys_alone() -> None:
             _, after = model.run_with_cache(TOKENS)
     for place, same in (("mlp.hook_pre", True), ("attn.hook_v", True), ("attn.hook_k", False)):
         assert torch.equal(before[f"blocks.0.{place}"], after[f"blocks.0.{place}"]) == same
+
+
+@pytest.mark.parametrize("arch", [None, "gpt2", "gemma"])
+def test_gradients_of_gains_and_biases(arch: str | None) -> None:
+    """As those of a norm that is written by hand, also of a parameter that is put in while the edit lasts."""
+    model = make_hooked(dtype=torch.float64) if arch is None else make_bridge(arch, torch.float64)
+    site = find_norms(model)[0]
+    owner = getattr(site.module, "original_component", None) or site.module
+    names = [name for name in ("w", "b", "weight", "bias") if isinstance(getattr(owner, name, None), nn.Parameter)]
+    kept = {name: getattr(owner, name) for name in names}
+
+    def replaced() -> None:
+        for name in names:
+            setattr(owner, name, nn.Parameter(0.5 * kept[name].detach() - 0.1))
+
+    def found(run: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+        parameters = [*(getattr(owner, name) for name in names), next(model.parameters())]
+        loss = run()
+        return loss.detach(), list(torch.autograd.grad(loss, parameters))
+
+    def written(how: str, _m: Any, args: Any, y: Tensor) -> Tensor:
+        x = args[0]
+        kept = x - x.mean(-1, keepdim=True) if site.projects else x
+        sigma = (kept.pow(2).mean(-1, keepdim=True) + site.eps).sqrt()
+        normalized = {"scaling": kept / 2.0, "projection": x / sigma, "linear": kept / sigma.detach()}[how]
+        gain, bias = (getattr(owner, names[0]), getattr(owner, names[1]) if len(names) > 1 else 0.0)
+        return normalized * (gain + 1 if arch == "gemma" else gain) + bias
+
+    for how, edit in (
+        ("scaling", lambda: without(model, "scaling", sites=[site.name], scale=2.0)),
+        ("projection", lambda: without(model, "projection", sites=[site.name])),
+        ("linear", lambda: linearized(model)),
+    ):
+        if how == "projection" and not site.projects:
+            continue
+        for put in (lambda: None, replaced):
+            with edit():
+                put()
+                value, gradients = found(lambda: model(TOKENS, return_type="loss"))
+            with linearized(model) if how == "linear" else nullcontext():  # (for the norms that follow)
+                handle = site.module.register_forward_hook(partial(written, how))
+                expected, by_hand = found(lambda: model(TOKENS, return_type="loss"))
+            handle.remove()
+            for name, parameter in kept.items():
+                setattr(owner, name, parameter)
+            torch.testing.assert_close(value, expected, rtol=1e-6 if arch == "gemma" else 1e-12, atol=0.0)
+            for one, other in zip(gradients, by_hand, strict=True):
+                assert difference(one, other) < (1e-5 if arch == "gemma" else 1e-10), how

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import hugging_face, make_bridge, make_hooked
+from architectures import bridge_of, hugging_face, make_bridge, make_hooked
 from compose import distance as difference
 from small_models import lab
-from torch import Tensor
+from torch import Tensor, nn
 
 from ln_probe.hooks import InterventionError, LostEditError, edit_hooks, find_norms, linearized, without
-from ln_probe.hooks.model import unedited
+from ln_probe.hooks.norm import UnknownNormError
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 
@@ -59,6 +59,40 @@ def test_a_norm_that_a_hook_calls_on_the_last_vector(worlds: list[tuple[str, Any
             model(TOKENS)
         handle.remove()
         assert torch.equal(outputs[1], outputs[0][:, -1:]), name
+
+
+def test_nested_contexts_amount_to_one(worlds: list[tuple[str, Any]]) -> None:
+    """In either order: constants are those of the unedited model, inside another intervention too."""
+    first, second = ["blocks.0.ln1", "blocks.1.ln2"], ["blocks.1.ln1"]
+    for _, model in worlds:
+        with torch.no_grad():
+            intact = model(TOKENS)
+            with without(model, "scaling", sites=first + second, tokens=TOKENS) as joint:
+                together = model(TOKENS)
+            for outer, inner in ((first, second), (second, first)):
+                with without(model, "scaling", sites=outer, tokens=TOKENS) as one:
+                    alone = model(TOKENS)
+                    with without(model, "scaling", sites=inner, tokens=TOKENS) as two:
+                        assert torch.equal(model(TOKENS), together)
+                    assert torch.equal(model(TOKENS), alone)
+                assert {**one.divisors, **two.divisors} == dict(joint.divisors)
+            assert torch.equal(model(TOKENS), intact)
+
+
+def test_an_intervention_inside_an_intervention_on_the_same_site() -> None:
+    model = make_bridge("gpt2")
+    with torch.no_grad():
+        intact = model(TOKENS)
+        with without(model, "scaling", scale=2.0):
+            outer = model(TOKENS)
+            for only in (None, "queries", "keys", "values"):
+                with (
+                    pytest.raises(InterventionError, match=r"blocks\.1\.ln1"),
+                    without(model, "projection", sites=["blocks.1.ln1"], only=only),
+                ):
+                    pass
+            assert torch.equal(model(TOKENS), outer)
+        assert torch.equal(model(TOKENS), intact)
 
 
 @pytest.mark.parametrize("options", [{}, {"only": "keys"}, {"heads": [(0, 1)]}])
@@ -108,6 +142,24 @@ def test_hooks_that_are_removed_inside(options: Any, by_point: bool, worlds: lis
             assert torch.equal(model(TOKENS), intact), name
 
 
+def test_blocks_left_out_of_order(worlds: list[tuple[str, Any]]) -> None:
+    for _, model in worlds:
+        with torch.no_grad():
+            intact = model(TOKENS)
+            first = without(model, "scaling", sites=["blocks.0.ln1"], scale=2.0)
+            second = without(model, "both", sites=["blocks.1.ln1"], scale=2.0)
+            third = linearized(model)
+            for context in (first, second, third):
+                context.__enter__()
+            first.__exit__(None, None, None)
+            with without(model, "both", sites=["blocks.1.ln2"], scale=2.0):
+                model(TOKENS)
+            second.__exit__(None, None, None)
+            assert difference(model(TOKENS), intact) <= 5e-6
+            third.__exit__(None, None, None)
+            assert torch.equal(model(TOKENS), intact)
+
+
 def test_a_norm_that_is_called_on_a_slice_outside_a_pass(worlds: list[tuple[str, Any]]) -> None:
     """As the logit lens does: row 0 of the slice is not position 0."""
     for name, model in worlds:
@@ -129,9 +181,23 @@ def test_a_norm_that_nobody_calls_or_reads() -> None:
         model.blocks[1].attn.W_O.zero_()
     with pytest.raises(LostEditError, match=r"^blocks\.1\.ln1: "), without(model, "scaling", sites="all", scale=2.0):
         pass
+
+    class Bypassed(nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return type(self.inner).forward(self.inner, x)  # type: ignore[no-any-return]
+
+    model = lab()
+    norm = model.blocks[0].ln1
+    model.blocks[0].ln1 = Bypassed(norm)  # type: ignore[assignment]
+    model.setup()
+    with pytest.raises(UnknownNormError, match=r"blocks\.0"):
+        find_norms(model)
     model = lab()
     with torch.no_grad(), without(model, "scaling", scale=2.0):
-        model(TOKENS)
         model.blocks[0].ln1 = lab().blocks[0].ln1
         with pytest.raises(LostEditError, match=r"blocks\.0\.ln1"):
             model(TOKENS)
@@ -269,15 +335,22 @@ def test_a_copy_inside_is_refused(edit: Callable[[Any], Any], worlds: list[tuple
         model.load_state_dict(state)
 
 
+def test_a_hugging_face_model_whose_bridge_ran_with_a_hook() -> None:
+    """Of a pass with a hook a bridge leaves the attention pattern on the module, with its graph."""
+    original = hugging_face("gpt2")
+    bridge_of(original).run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_resid_pre", lambda v, hook: 1.0 * v)])
+    intact = original(TOKENS).logits
+    with without(original, "scaling", scale=2.0):
+        assert difference(original(TOKENS).logits, intact) > 1e-4
+    assert torch.equal(original(TOKENS).logits, intact)
+
+
 @pytest.mark.parametrize("what", ["scaling", "projection", "both"])
 def test_edit_hooks_are_the_edit(what: str) -> None:
     """The constants differ at position 0, so that an edit in another layout is seen."""
     qwen3 = make_bridge("qwen3")
     with pytest.raises(InterventionError, match="inside attention"):
         edit_hooks(qwen3, "scaling", sites=["blocks.0.attn.q_norm"], scale=2.0)
-    if what != "scaling":
-        with pytest.raises(InterventionError, match="hook_in"):
-            edit_hooks(make_hooked(), what, scale=2.0)
     for name, model in (("lab", lab()), ("gpt2", make_bridge("gpt2")), ("qwen3", qwen3)):
         sites = [norm.name for norm in find_norms(model) if norm.reads not in ("query", "key")]
         scale = {site: {"first": 0.5, "rest": 2.0} for site in sites}
@@ -285,35 +358,6 @@ def test_edit_hooks_are_the_edit(what: str) -> None:
             edited = model.run_with_hooks(TOKENS, fwd_hooks=edit_hooks(model, what, sites=sites, scale=scale))
             with without(model, what, sites=sites, scale=scale):
                 assert difference(edited, model(TOKENS)) < 1e-5, (name, what)
-
-
-def test_passes_through_some_layers(worlds: list[tuple[str, Any]]) -> None:
-    """A pass that ends before an edited norm is no lost edit; one that begins later has no position 0."""
-    for name, model in worlds:
-        if name == "lab":
-            continue
-        scale = {"blocks.1.ln1": {"first": 5.0, "rest": 0.7}}
-        with torch.no_grad():
-            intact, cache = model.run_with_cache(TOKENS)
-            with without(model, "scaling", sites=["blocks.1.ln1"], scale=scale):
-                half = model(TOKENS, stop_at_layer=1)
-                whole = model(TOKENS)
-                again = model(half, start_at_layer=1) if name == "hooked" else intact
-        torch.testing.assert_close(half, cache["blocks.1.hook_resid_pre"])
-        assert difference(whole, intact) > 1e-4
-        assert difference(again, whole) > 1e-4
-
-
-def test_tokens_of_ours_run_on_the_unedited_model() -> None:
-    """And on that alone: another model keeps its edit."""
-    model, other = lab(), make_bridge("gpt2")
-    with torch.no_grad():
-        intact = model(TOKENS)
-        with without(model, "scaling", scale=2.0), without(other, "both", scale=2.0):
-            changed = other(TOKENS)
-            with unedited([*model.modules()]):
-                assert torch.equal(model(TOKENS), intact)
-                assert torch.equal(other(TOKENS), changed)
 
 
 def test_an_edit_that_zero_weights_ignored_arrives_when_they_are_trained() -> None:

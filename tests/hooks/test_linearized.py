@@ -11,6 +11,7 @@ from architectures import make_bridge
 from small_models import lab
 from torch import Tensor
 
+import ln_probe
 from ln_probe.hooks import InterventionError, LostEditError, find_norms, linearized, linearized_hooks, without
 from ln_probe.hooks.norm import Norm
 
@@ -54,10 +55,16 @@ def test_sigmas_of_another_run_and_keys_alone(worlds: list[tuple[str, Any]]) -> 
     for name, model in worlds:
         sigmas = linearized.sigmas(model, TOKENS.flip(1))
         assert set(sigmas) == {s.name for s in find_norms(model)}
-        with torch.no_grad(), without(model, "scaling", scale=3.0, only="keys"):
-            keys = model(TOKENS)
-            with linearized(model):
-                torch.testing.assert_close(model(TOKENS), keys, rtol=1e-4, atol=1e-5, msg=name)
+        with torch.no_grad():
+            intact = model(TOKENS)
+            with linearized(model, sigma=linearized.sigmas(model, TOKENS)):
+                same = model(TOKENS)
+            with without(model, "scaling", scale=3.0, only="keys"):
+                keys = model(TOKENS)
+            with linearized(model), without(model, "scaling", scale=3.0, only="keys"):
+                under = model(TOKENS)
+        for this, that in ((same, intact), (under, keys)):
+            assert float((this - that).abs().max()) <= 5e-6 * float(that.abs().max()), name
         said = r"sigma was given for tokens \[2, 10\], and the norm's input is"
         with pytest.raises(InterventionError, match=said), linearized(model, sigma=sigmas):
             model(TOKENS[:, :5])
@@ -100,3 +107,15 @@ def test_tokens_that_are_none_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=word):
             linearized.sigmas(model, tokens)
+
+
+def test_what_measures_the_model_works_inside(worlds: list[tuple[str, Any]]) -> None:
+    """With each token's own sigma the forward pass is unchanged; with another's it is not."""
+    for name, model in worlds:
+        names, outside = [s.name for s in find_norms(model)], ln_probe.attribute_logits(model, TOKENS, -1, ANSWER)
+        with linearized(model):
+            assert [s.name for s in find_norms(model)] == names
+            inside = ln_probe.attribute_logits(model, TOKENS, -1, ANSWER).check()
+            torch.testing.assert_close(inside.terms, outside.terms, rtol=1e-4, atol=1e-4, msg=name)
+            next(model.parameters()).data.mul_(1.01)  # looked at once more
+            assert [s.name for s in find_norms(model)] == names

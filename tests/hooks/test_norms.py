@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 from architectures import bridge_of, hugging_face, make_bridge, make_hooked
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_models import lab, norm_of
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.hooks import find_norms, without
-from ln_probe.hooks.norm import Norm, NormError
+from ln_probe.hooks.norm import Norm, NormError, UnknownNormError
 
 PRE_NORM = [("blocks.0.ln1", "attention"), ("blocks.0.ln2", "mlp"), ("blocks.1.ln1", "attention"),
             ("blocks.1.ln2", "mlp"), ("ln_final", "unembed")]  # fmt: skip
@@ -123,47 +125,29 @@ def test_two_parallel_norms_with_equal_parameters_are_told_apart() -> None:
     assert [s.reads for s in find_norms(model)] == ["attention", "mlp", "attention", "mlp", "unembed"]
 
 
-class Odd(nn.Module):
-    """A LayerNorm, but for one thing."""
+class Twisted(nn.Module):
+    """A LayerNorm whose output is no affine map of the normalized vector."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.how, self.weight = how, nn.Parameter(torch.linspace(0.5, 2.0, 32))
+        self.weight = nn.Parameter(torch.ones(32))
         self.hook_scale, self.hook_normalized = HookPoint(), HookPoint()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.how == "in place":
-            x += 1.0
         x = x - x.mean(-1, keepdim=True)
-        size = x.abs().mean(-1, keepdim=True) if self.how == "divides" else x.pow(2).mean(-1, keepdim=True).sqrt()
-        normalized = self.hook_normalized(x / self.hook_scale((size.square() + 1e-5).sqrt()))
-        if self.how == "hooks":
-            normalized = x / (size.square() + 1e-5).sqrt()
-        if self.how == "run" and len(x[0]) > 2:  # (the short pass has two tokens)
-            raise TypeError(self.how)
-        return self.weight * (normalized.roll(1, dims=-1) if self.how == "bias" else normalized)
-
-
-@pytest.mark.parametrize("how", ["bias", "divides", "hooks", "run", "in place", ""])
-def test_what_is_a_norm_but_for_one_thing(how: str) -> None:
-    model = lab()
-    model.blocks[0].ln1 = Odd(how)  # type: ignore[assignment]
-    model.setup()
-    if how:
-        with pytest.raises(NormError, match=rf"blocks\.0\.ln1.*{how}"):
-            find_norms(model)
-    else:
-        norm = find_norms(model)[0]
-        assert (norm.kind, norm.has_gain, norm.has_bias, norm.gain_offset) == ("layernorm", True, False, 0.0)
-        assert norm.eps == pytest.approx(1e-5, rel=1e-3)
+        normalized = self.hook_normalized(x / self.hook_scale((x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()))
+        return self.weight * normalized.roll(1, dims=-1)
 
 
 def test_what_has_no_norms_that_can_be_told_is_refused() -> None:
-    damaged = make_hooked()
+    damaged, twisted = make_hooked(), lab()
     with torch.no_grad():
         damaged.blocks[1].ln2.w[3] = float("nan")
+    twisted.blocks[0].ln1 = Twisted()
+    twisted.setup()
     cases: list[tuple[Callable[[Any], object], Any, type[Exception], str]] = [
         (find_norms, damaged, NormError, r"blocks\.1\.ln2: .*NaN"),
+        (find_norms, twisted, UnknownNormError, r"blocks\.0\.ln1 \(Twisted\)"),
         (find_norms, "gpt2", TypeError, r"load it first, ln_probe.load_model\('gpt2'\)"),
         (find_norms, torch.nn.Linear(2, 2), TypeError, "Linear is not a TransformerLens model: pass a HookedTransform"),
     ]
@@ -214,6 +198,19 @@ def test_terms_are_what_they_are_called() -> None:
     np.testing.assert_allclose(terms.sigma[:, 0], np.sqrt(variance + 1e-5), rtol=1e-12)
     # on the sphere of radius sqrt(d)·sqrt(s²/(s²+eps)) (science: exactly sqrt(d) only when eps = 0)
     np.testing.assert_allclose(terms.normalized.norm(dim=-1), 4 * np.sqrt(variance / (variance + 1e-5)), rtol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(shift=st.floats(-100, 100), factor=st.floats(1e-2, 1e3), seed=st.integers(0, 1000))
+def test_projection_forgets_the_mean_and_scaling_the_length(shift: float, factor: float, seed: int) -> None:
+    norm = norm_of()
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    base = norm.decompose(x)
+    torch.testing.assert_close(norm.decompose(x + shift).normalized, base.normalized, rtol=1e-9, atol=1e-9)
+    longer = norm.decompose(x * factor)
+    spread = base.projected.pow(2).mean(-1, keepdim=True)
+    eps_effect = ((spread + norm.eps) / (spread + norm.eps / factor**2)).sqrt()
+    torch.testing.assert_close(longer.normalized, base.normalized * eps_effect, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "scaling_only"])
