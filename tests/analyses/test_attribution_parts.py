@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from architectures import make_bridge
 from attribution_checks import TOKENS, pattern_of
 
-from ln_probe.analyses.attribution import Features, attribute_logits, attribute_scores, logit_lens
+from ln_probe.analyses.attribution import attribute_logits, attribute_scores, logit_lens
 from ln_probe.analyses.attribution.logits import TERMS
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import Part
@@ -107,36 +105,6 @@ def test_every_row_of_the_scores_table(gpt2: Any, query: Any, key: Any, against:
         replace(result, own=wrong).check()
 
 
-def test_the_lens_says_where_it_fails(gpt2: Any) -> None:
-    lens = logit_lens(gpt2, RAGGED, slice(0, 3)).check()
-    assert repr(lens).startswith("LogitLens(3 layers, 3 x 3 positions; ")
-    rows = [(layer, b, t) for layer in range(3) for b in range(3) for t in range(3)]
-    assert [*lens.table[["layer", "batch", "position"]].itertuples(index=False, name=None)] == rows
-    for row in lens.table.to_dict("records"):
-        logits = lens.values[row["layer"], row["batch"], row["position"]]
-        chances = logits.softmax(-1)
-        assert row["top"] == int(logits.argmax())
-        assert row["token"] == str(row["top"])
-        assert row["probability"] == pytest.approx(float(chances.max()))
-        assert row["entropy"] == pytest.approx(float(-(chances * chances.log()).sum()))
-        final = lens.values[-1, row["batch"], row["position"]]
-        assert row["logit"] == pytest.approx(float(logits[final.argmax()]))
-    assert "most likely" in lens.label
-    html = lens._repr_html_()
-    shown = lens.table[lens.table["batch"] == 0].sort_values(["layer", "position"], ascending=[False, True])
-    assert re.findall(r">(\d+)</div>", html) == [*shown["token"]]
-    assert f"{lens.table['probability'].iloc[0] / 2:.3f}" in html
-    assert replace(lens, error=lens.bound).check()
-    with pytest.raises(AttributionError, match="own"):
-        replace(lens, error=2 * lens.bound).check()
-    model = make_bridge("gpt2", torch.float64)
-    model.unembed.register_forward_hook(lambda _m, _a, out: 1.5 * out)
-    assert logit_lens(model, TOKENS).error == pytest.approx(1 / 3)
-    cached = logit_lens(gpt2, gpt2.run_with_cache(TOKENS[None])[1])
-    assert math.isnan(cached.error)
-    assert cached.bound == lens.bound
-
-
 @pytest.mark.parametrize("real", [True, False])
 def test_caps_and_factors_that_the_logits_show(real: bool) -> None:
     """Settings that a model declares, and does or does not apply."""
@@ -166,21 +134,3 @@ PARTS = [
     (7, Part("L1 mlp", "mlp", 1)), (8, Part("L1 resid_post feature 0", "feature", 1)),
 ]  # fmt: skip
 POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("when", range(5))
-def test_features_replace_what_came_before_or_what_one_writer_wrote(layer: int, when: int) -> None:
-    """Steps of the pass, four for each block: a point of the stream shows all earlier writes, a writer's its own."""
-    features = Features(f"blocks.{layer}.hook_{POINTS[when]}", torch.zeros(2, 3), torch.zeros(4, 2))
-    for step, part in PARTS:
-        own = 4 * layer + when
-        assert features.replaces(part) == (step == own if when in (1, 3) else step < own), part.name
-
-
-def test_the_largest_features_at_some_tokens_are_named() -> None:
-    """By |activation|·|direction|, of all tokens asked for; none that is silent there."""
-    sizes, active = torch.tensor([1.0, 9.0, 3.0, 2.0]), torch.tensor([[[4.0, 0.0, -2.0, 0.0], [0.0, 7.0, 0.0, 1.0]]])
-    features = Features("blocks.0.hook_resid_pre", torch.diag(sizes), active, top=2)
-    assert [features.chosen(rows) for rows in ([0], [1], [0, 1])] == [[0, 2], [1, 3], [1, 2]]
-    assert replace(features, top=9).chosen([0]) == [0, 2]

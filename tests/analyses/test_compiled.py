@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -14,8 +13,8 @@ import numpy as np
 import pytest
 
 import ln_probe
-from ln_probe.analyses.geometry import attention, check, compiled, decide, keys, nearest
-from ln_probe.analyses.geometry.compiled import Compilation, cache_folder, compiled_in_place, in_threads
+from ln_probe.analyses.geometry import attention, check, decide, keys, nearest
+from ln_probe.analyses.geometry.compiled import Compilation, cache_folder, compiled_in_place
 
 
 @pytest.fixture(autouse=True)
@@ -114,52 +113,3 @@ def test_compilation_starts_in_the_background_and_reports_its_error() -> None:
 
     with pytest.raises(RuntimeError, match="compiler"):
         Compilation(fail).wait()
-
-
-@pytest.mark.parametrize("folder", [True, False])
-def test_who_waits_for_long_is_told(folder: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not folder:
-        monkeypatch.setattr(compiled, "cache_folder", lambda sources: None)
-    for quiet in (False, True):
-        release, said, thresholds, during = threading.Event(), [], gc.get_threshold(), []
-
-        def tell(text: str, release: threading.Event = release, said: list[str] = said) -> None:
-            said.append(text)
-            release.set()
-
-        def work(release: threading.Event = release, during: list[tuple] = during) -> None:
-            release.wait(1.5)
-            during.append(gc.get_threshold())
-
-        monkeypatch.setattr(compiled, "tell_delay", tell)
-        Compilation(work).wait(quiet)
-        assert [bool(text) for text in said] == ([] if quiet else [True, False])
-        assert during[0][0] > thresholds[0]
-        assert gc.get_threshold() == thresholds
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_work_in_threads_is_in_order_and_in_so_many(threads: int) -> None:
-    together, names = threading.Barrier(threads), set()
-
-    def work(item: int) -> int:
-        names.add(threading.current_thread().name)
-        if item < threads:
-            together.wait(20)
-        return item * item
-
-    assert in_threads(work, range(12), threads) == [item * item for item in range(12)]
-    assert len(names) == threads
-    assert in_threads(abs, [], threads) == []
-    with pytest.raises(ZeroDivisionError):
-        in_threads(lambda item: 1 // item, range(-3, 2), threads)
-
-
-def test_processors_are_those_of_the_process_or_its_share() -> None:
-    assert compiled.processors() == compiled.available_processors()
-    compiled.use_processors(3)
-    try:
-        assert compiled.processors() == 3
-    finally:
-        compiled.use_processors(None)
-    assert compiled.processors() == compiled.available_processors()

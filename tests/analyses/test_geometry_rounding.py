@@ -88,13 +88,3 @@ def test_a_bias_that_all_keys_share_is_none() -> None:
         assert (shared.verdict == alone.verdict).all()
         assert (shared.margin_lower == alone.margin_lower).all()
         assert (shared.margin_upper == alone.margin_upper).all()
-
-
-def test_two_keys_are_two_radii_apart() -> None:
-    for d in range(1, 9):
-        for exact in (True, "exact"):
-            geometry = ln_probe.key_geometry(np.random.default_rng(d).standard_normal((2, d)), margins=exact)
-            assert (geometry.margin_lower <= 2.0).all()
-            assert (geometry.margin_upper >= 2.0).all()
-            assert (geometry.margin_upper - geometry.margin_lower <= 1e-12).all()
-            assert not geometry.repaired + geometry.undecided

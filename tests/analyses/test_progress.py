@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from ln_probe.analyses.progress import ProgressLine, TimeLeft, about, tell, tell_delay, tell_inner, tell_left
+from ln_probe.analyses.progress import ProgressLine, TimeLeft, about, tell, tell_inner, tell_left
 
 
 def test_a_line_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,30 +40,6 @@ def test_the_time_left_is_that_of_each_kind_of_step() -> None:
     assert [about(s) for s in (14.4, 15.0, 59.0, 64.0, 99.0, 100.0)] == [
         "about 14 s", "about 15 s", "about 60 s", "about 60 s", "about 100 s", "about 2 min"
     ]  # fmt: skip
-
-
-def test_time_left_of_a_stage_and_what_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressLine(quiet=True) as line:
-        tell("table", 0, 4, "rows")
-        assert math.isnan(line.left)
-        line.stage_started -= 10.0
-        tell("table", 1, 4, "rows")
-        assert line.left == pytest.approx(30.0, abs=0.5)
-        tell_delay("a lock")
-        assert str(line).endswith("table: 1 of 4 rows, about 30 s left (a lock)")
-        tell("other", 0, 4)
-        line.left = 2.0
-        assert str(line).endswith("other: 0 of 4")
-    tell_delay("a lock")  # no terminal
-    assert capsys.readouterr().err == ""
-
-
-def test_lines_come_every_half_minute(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressLine() as line:
-        for seconds, lines in ((0.0, 0), (5.0, 1), (20.0, 0), (15.0, 1)):
-            line._printed -= seconds
-            tell_inner("a step")
-            assert capsys.readouterr().err.count("a step") == lines
 
 
 def test_a_notebook_shows_one_line_and_empties_it(monkeypatch: pytest.MonkeyPatch) -> None:

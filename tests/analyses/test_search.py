@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import zlib
 
 import numpy as np
@@ -74,16 +73,3 @@ def test_what_a_budget_leaves(name: str) -> None:
             assert left <= before + 2 + 0.05 * before, (budget, now, recorded)
         if budget == 10.0:  # a budget that nothing counts would leave nothing
             assert sum(now) >= sum(recorded) / 2
-
-
-def test_a_budget_is_one_nominal_second_if_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("ln_probe.analyses.geometry.key_geometry"), "BUDGET", 5e3)
-    keys = FAMILIES["normal"](np.random.default_rng(0), 60, 8).keys
-    default, one, two, half = (
-        ln_probe.key_geometry(keys, query_set=10.0, **budget)
-        for budget in ({}, {"budget": 1.0}, {"budget": 2.0}, {"budget": 0.5})
-    )
-    assert (default.attainable_upper == one.attainable_upper).all()
-    assert two.attainable_upper.sum() < one.attainable_upper.sum() < half.attainable_upper.sum()
-    assert (default.margin_upper == one.margin_upper).all()
-    assert two.margin_upper.sum() < one.margin_upper.sum() < half.margin_upper.sum()

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from disturbing import ALWAYS, ONCE
-from faulty import ended, ends, lab_model, started, tables, without_pages, word_tokenizer, write_prompts
+from faulty import ended, ends, lab_model, started, tables, without_pages, write_prompts
 from typer.main import get_command
 
 import ln_probe
@@ -155,29 +155,6 @@ def test_a_report_of_other_settings_needs_overwrite(
     (tmp_path / "m0" / "report.json").unlink()  # half a report
     ends(0, *line(tmp_path, "m0"))
     assert tables(tmp_path) == before
-
-
-@pytest.mark.filterwarnings("ignore::ln_probe.measure.ProbeFailedWarning")
-def test_a_probe_that_fails_and_a_tokenizer_that_is_a_folder(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tables of the others are saved, and the same command measures all again."""
-    without_pages(monkeypatch)
-    word_tokenizer(["?", "<s>", "</s>", *map(str, range(17))]).save_pretrained(tmp_path / "words")
-    settings = Settings(
-        prompts=home / "prompts.jsonl", tokenizer=tmp_path / "words", probes=("decomposition", "causal")
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr("ln_probe.analyses.probes.causal.Causal.start", lambda *_: 1 / 0)
-        outcome = batch.attempt(Target("m0"), settings, tmp_path)
-    assert outcome.error.startswith("ProbeError: the probe 'causal' failed: ZeroDivisionError")
-    assert batch.digest_of(tmp_path / "m0") == ""
-    assert len(ln_probe.load_report(tmp_path / "m0").layernorms)
-    outcomes = [batch.attempt(Target("m0"), settings, tmp_path) for _ in range(2)]
-    assert outcomes == [batch.Outcome(Target("m0")), batch.Outcome(Target("m0"), skipped=True)]
-    report = ln_probe.load_report(tmp_path / "m0")
-    assert report.provenance["prompts"]["begin"][0] == "<s>240", "words, and not ids"
-    assert len(report.causal)
 
 
 def test_the_index_is_rebuilt_from_the_reports(undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,6 @@ from same_findings import assert_same_findings
 
 import ln_probe
 from ln_probe import passes
-from ln_probe.analyses.probes.base import Needs, Probe
-from ln_probe.analyses.probes.edited_passes import TOKENS_AT_ONCE, rows_at_once
 from ln_probe.hooks.model import attentions
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream, streaming
@@ -51,25 +49,6 @@ def test_together_is_alone(arch: str, passed: list[list[int]]) -> None:
     together = ln_probe.analyze(model, prompts(), probes=PROBES, progress=False, batch_size=2)
     assert passed == [[12], [10, 10], [2], [12, 12], [12]] * 2
     assert_same_findings(alone.tables, together.tables, 1e-6)
-
-
-def test_prompts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU several only where no probe sees attention."""
-    rows = [torch.zeros(n) for n in (4, 4, 4, 2, 2, 4)]
-    seeing, blind = (type("P", (Probe,), {"needs": Needs(attention=sees)})() for sees in (True, False))
-    for size, probes, expected in (
-        (None, [blind], {4: TOKENS_AT_ONCE // 4, 2: TOKENS_AT_ONCE // 2}), (None, [blind, seeing], {4: 1, 2: 1}),
-        (None, [], {4: TOKENS_AT_ONCE // 4, 2: TOKENS_AT_ONCE // 2}), (3, [seeing], {4: 3, 2: 3}),
-    ):  # fmt: skip
-        assert passes.batch_sizes(torch.device("cpu"), None, rows, size, probes) == expected
-    assert rows_at_once(torch.device("cpu"), None, 10**6) == 1
-
-    def numbers(size: int, *watchers: Any) -> list[list[int]]:
-        return [list(each) for each, _ in passes.batches("pass", rows, dict.fromkeys((2, 4), size), *watchers)]
-
-    assert numbers(9) == [[0, 1, 2], [3, 4], [5]]
-    assert numbers(2) == [[0, 1], [2], [3, 4], [5]]
-    assert numbers(9, lambda n: n < 2) == [[0, 1], [2], [3, 4], [5]]
 
 
 @pytest.mark.parametrize("arch", cases("qwen3", "bloom", slow=["olmo2"]))

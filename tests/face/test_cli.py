@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import typer
 from faulty import command, ends, lab_model, without_pages, write_prompts
 from safetensors.torch import load_file
 from typer.main import get_command
@@ -158,13 +157,6 @@ def test_the_first_command_leaves_transformer_lens_out() -> None:
 def test_the_options_of_a_report() -> None:
     options = {name for parameter in get_command(app).commands["report"].params for name in parameter.opts}
     assert options == {f"--{name}" for name in (*OPTIONS, "overwrite", "quiet")} | {"targets"}
-
-
-def test_lists_of_layers() -> None:
-    assert [cli._layers(text) for text in ("3", "0,3-5", "5,1", "2-2,2")] == [(3,), (0, 3, 4, 5), (1, 5), (2,)]
-    for text in ("", "-1", "1-", f"{cli.MAX_LAYERS}", "a"):
-        with pytest.raises(typer.BadParameter):
-            cli._layers(text)
 
 
 def test_names_and_versions() -> None:

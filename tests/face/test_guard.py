@@ -39,6 +39,12 @@ def halve(value: Tensor, hook: Any = None) -> Tensor:
     return value / 2
 
 
+class Adapter(torch.nn.Module):
+    """As of a package that changes what a model computes."""
+
+    __module__ = "peft.tuners"
+
+
 def halve_output(_module: Any, _args: Any, output: Tensor) -> Tensor:
     return output / 2
 
@@ -49,12 +55,6 @@ def read(value: Tensor, hook: Any = None) -> None:
 
 def add_hook(model: Any, permanent: bool = False) -> None:
     model.add_hook("blocks.0.ln1.hook_normalized", halve, is_permanent=permanent)
-
-
-class Adapter(torch.nn.Module):
-    """As of a package that changes what a model computes."""
-
-    __module__ = "peft.tuners"
 
 
 def replace_forward(model: Any) -> None:
@@ -211,18 +211,3 @@ def test_texts_begin_as_in_training_at_every_door() -> None:
         _, cache = model.run_with_cache(text)
     by_text, by_cache = (ln_probe.attribute_logits(model, given, -1, target=7) for given in (text, cache))
     assert by_text.own == pytest.approx(by_cache.own, rel=1e-5)
-
-
-@pytest.mark.parametrize("given", [1, "0", [0.5], ["0"], [True]])
-def test_what_is_no_list_of_layers(given: Any) -> None:
-    with pytest.raises(TypeError, match="whole numbers"):
-        guard.indices(given, "layer", 2)
-    assert guard.indices(range(2), "layer", 2) == [0, 1]
-    assert guard.indices([-1, 0, -3], "layer", 3) == [2, 0, 0], "negative layers count from the end"
-    for numbers, what in (([3], "layer"), ([-4], "layer"), ([-1], "head"), ([], "head")):
-        with pytest.raises(ValueError, match=what):
-            guard.indices(numbers, what, 3)
-    assert guard.seed_of(10**18) == 10**18
-    for seed in (-1, 10**18 + 1):
-        with pytest.raises(ValueError, match="seed"):
-            guard.seed_of(seed)

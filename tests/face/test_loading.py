@@ -25,7 +25,7 @@ from ln_probe.hooks.model import context_of_config, facts_of
 from ln_probe.loading import convert, pretrained
 from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
 from ln_probe.loading.source import sha256_of_files
-from ln_probe.models import kind_of, load_model, source_of, split_revision
+from ln_probe.models import load_model, source_of
 
 pytestmark = [pytest.mark.lens, pytest.mark.usefixtures("no_network")]
 
@@ -260,47 +260,6 @@ def test_a_damaged_gguf_file(content: bytes, tmp_path: Path) -> None:
     assert "Error" not in str(raised.value)
 
 
-PACKED = {  # fields of a Llama's configuration, as a GGUF file calls them
-    "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length", "num_attention_heads": "head_count", "vocab_size": "vocab_size",
-    "num_key_value_heads": "head_count_kv", "rms_norm_eps": "layer_norm_rms_eps",
-}  # fmt: skip
-
-
-def test_a_gguf_file_is_the_model_that_was_packed(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    original = hugging_face("llama", num_key_value_heads=4).eval()
-    shape, names = original.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, original.config.num_hidden_layers)
-
-    def pack(file: Path, *, left_out: str = "") -> None:
-        writer = gguf.GGUFWriter(file, "llama")
-        writer.add_rope_freq_base(shape.rope_parameters["rope_theta"])
-        for ours, theirs in PACKED.items():
-            getattr(writer, f"add_{theirs}")(getattr(shape, ours))
-        for name, tensor in original.state_dict().items():
-            if "q_proj" in name or "k_proj" in name:  # GGUF's rotary pairs are neighbours
-                tensor = tensor.unflatten(0, (shape.num_attention_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-            if name != left_out:
-                writer.add_tensor(names.get_name(name, (".weight",)), tensor.float().contiguous().numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-
-    pack(tmp_path / "model.gguf")
-    model: Any = load_model(tmp_path / "model.gguf", device="cpu", dtype="float64", world="bridge")
-    with torch.no_grad():
-        torch.testing.assert_close(model(TOKENS), original.double()(TOKENS).logits, rtol=1e-4, atol=1e-5)
-    source = source_of(model)
-    assert (source.kind, source.architecture, source.dtype) == ("gguf", "LlamaForCausalLM", "float64")
-    assert source.weights_sha256 == hashlib.sha256((tmp_path / "model.gguf").read_bytes()).hexdigest()
-    assert ["GGUF" in note or "no tokenizer" in note for note in source.notes] == [True, True]
-    assert model.tokenizer is None
-    pack(tmp_path / "part.gguf", left_out="model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(ValueError, match="up_proj"):
-        load_model(tmp_path / "part.gguf", device="cpu")
-
-
 @pytest.mark.parametrize(("name", "options", "error", "word"), [
     *((path, {}, FileNotFoundError, "exist") for path in ("./nowhere", "/nowhere/at/all", "~/no", "a/b/c", "m.gguf")),
     *((name, {}, ValueError, "no model") for name in ("nul\0byte", "né", "-rf", "a b", "x" * 5000)),
@@ -362,21 +321,6 @@ def test_a_model_we_did_not_load_is_described_from_its_structure() -> None:
     assert source.weights_sha256 == hashlib.sha256(lines.encode()).hexdigest()
     with pytest.raises(TypeError, match="Linear"):
         source_of(torch.nn.Linear)  # type: ignore[arg-type]
-
-
-def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert [kind_of(name, Path(name)) for name in ("lm-none", "gpt2", "o/m")] == ["bundled", "hub", "hub"]
-    for name, file, kinds in (
-        ("lm-none", "config.json", ("bundled", "folder")),
-        ("c@d", "lab.json", ("folder", "lab")),
-    ):
-        Path(name).mkdir()
-        before = kind_of(name, Path(name))
-        (tmp_path / name / file).touch()
-        assert (before, kind_of(name, Path(name))) == kinds
-    names = [("c", "5"), ("c@d", None), ("c@d", "5"), ("@b", None), ("c@", None)]
-    assert [split_revision(name) for name in ("c@5", "c@d", "c@d@5", "@b", "c@")] == names
 
 
 def test_the_hash_of_several_files_is_that_of_their_sha256sum_lines(tmp_path: Path) -> None:

@@ -241,37 +241,6 @@ def test_each_panel_over_training_shows_the_changes_of_its_edit(report: Report) 
         assert axes.xaxis.get_transform().linthresh == 100
 
 
-def test_norms_and_keys_are_drawn_over_the_depth(report: Report) -> None:
-    norms = report.layernorms
-    for axes, column in zip(figures.norms_over_depth(report).axes, ("projected_share", "sigma_mean"), strict=True):
-        assert axes.lines[0].get_xydata().tolist() == [[i, value] for i, value in enumerate(norms[column])]
-        assert [mark[1:3] for mark in marks(axes)] == [(i, round(value, 6)) for i, value in enumerate(norms[column])]
-        assert axes.yaxis.get_major_formatter()(0.5, 0) == ("50 %" if column == "projected_share" else "0.5")
-    labels = [label.get_text() for label in axes.get_xticklabels()]
-    assert labels == [site.removeprefix("blocks.") for site in norms["site"]]
-    for changed, ticks in (
-        (pd.concat([norms] * 10, ignore_index=True), list(range(0, 50, 3))),  # at most 24
-        (norms.assign(reads=["query", "key", *norms["reads"][2:]]), [0, 1, 2]),  # heads, and not the stream
-    ):
-        one = replace(report, tables=report.tables | {"layernorms": changed})
-        assert figures.norms_over_depth(one).axes[1].get_xticks().tolist() == ticks
-
-    figure, about = figures.keys_over_depth(report), report.provenance["selectability"]
-    baselines = {"unselectable": about["random_unselectable"], "attainable_median": 1 / about["keys_per_prompt"]}
-    for axes, (column, baseline) in zip(figure.axes, baselines.items(), strict=True):
-        places, lines = [], []
-        for shift, variant in ((-0.1, "intact"), (0.1, "no_scaling")):
-            for layer, of_heads in report.heads[report.heads["variant"] == variant].groupby("layer")[column]:
-                places.append((layer + shift, round(of_heads.median(), 6)))
-                lines.append([[layer + shift, of_heads.min()], [layer + shift, of_heads.max()]])
-        assert [mark[1:3] for mark in marks(axes)] == places
-        assert [collection.get_segments()[0].tolist() for collection in axes.collections] == lines
-        assert axes.lines[-1].get_ydata() == [baseline, baseline]
-        assert axes.get_ylim()[0] == 0 <= report.heads[column].max() < axes.get_ylim()[1]
-    assert axes.get_xticks().tolist() == [0, 1]
-    assert axes.get_xlim() == (-0.5, 1.5)
-
-
 def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     shown = report.exhibits.attention
     content = unpacked(attention.attention_data(report)["data"])

@@ -247,6 +247,18 @@ def test_packed_rows_begin_where_their_positions_do(arch: str) -> None:
         ln_probe.analyze(original, {"input_ids": row, "position_ids": positions})
 
 
+@pytest.mark.parametrize(("begin", "end"), [(b"", b"\n"), (b"\xef\xbb\xbf", b"\r\n")])
+@pytest.mark.parametrize("name", ["lm-layernorm", "lm-scaling_only"])
+def test_a_file_is_read_as_it_is(name: str, begin: bytes, end: bytes, tmp_path: Path) -> None:
+    text = "  And the ships came home,\n    and the lamp was lit;\n\tthe door stood open."
+    (tmp_path / "påge.txt").write_bytes(begin + (text + "\n").encode().replace(b"\n", end))
+    model = ln_probe.load_model(name, device="cpu")
+    ids = model.to_tokens(text)
+    expected = torch.nn.functional.cross_entropy(model(ids)[0, :-1].detach().double(), ids[0, 1:])
+    for prompts in (text, tmp_path / "påge.txt"):
+        assert intact_loss(model, prompts) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_a_norm_that_writes_over_its_input_is_refused() -> None:
     """After it, its input has RMS 1, whatever it was (nano-vllm #170)."""
     model = hugging_face("llama")
