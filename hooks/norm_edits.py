@@ -84,11 +84,10 @@ class Positions:
         Inputs are [batch pos d], [batch pos head d], [batch head pos d] (a norm of queries or keys inside a bridge's
         attention) or flattened from those.
         """
-        is_inside = self.is_running or _is_checkpointed()
-        is_part = x.ndim == 3 and self.shape not in ((), x.shape[:2])  # as where a hook reads some vectors
-        if not is_inside or is_part or not (self.shape or x.ndim == 3):
+        shape = x.shape[:2] if x.ndim == 3 else self.shape
+        if not shape or self.shape not in ((), shape) or not (self.is_running or _is_checkpointed()):
             return torch.zeros((*x.shape[:-1], 1), dtype=torch.bool, device=x.device)
-        batch, length = x.shape[:2] if x.ndim == 3 else self.shape
+        batch, length = shape
         start = 0 if self.padding is None else self.padding[:batch, None].to(x.device)
         positions = torch.arange(self.offset, self.offset + length, device=x.device)
         first = (positions[None] == start).expand(batch, -1)

@@ -1,6 +1,6 @@
 """The command line: `ln-probe report | freezing-cost | models | lab | env`.
 
-Arguments are checked before anything heavy is imported: a wrong one ends within a tenth of a second.
+Arguments are checked before anything heavy is imported: a wrong one ends within a fifth of a second.
 """
 
 from __future__ import annotations

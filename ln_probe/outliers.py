@@ -62,13 +62,13 @@ def outlier_tokens(
     with evaluating(hooked):
         for prompt, of_prompt in zip(prompts, sizes, strict=True):
             stream(hooked, prompt, sites, on_norm=of_prompt.add)
+    pairs = zip(rows, prompts, strict=True)
+    begins = [next(at for at in range(len(row)) if row[at : at + len(p)].equal(p)) for row, p in pairs]
 
     def placed(values: list[Tensor], fill: float) -> Tensor:
         """Return the values of every prompt at its places in its row."""
-        whole = []
-        for row, prompt, value in zip(rows, prompts, values, strict=True):
-            begin = next(at for at in range(len(row)) if row[at : at + len(prompt)].equal(prompt))
-            whole.append(F.pad(value.cpu(), (begin, len(row) - begin - len(prompt)), value=fill))
+        parts = zip(rows, begins, values, strict=True)
+        whole = [F.pad(v.cpu(), (begin, len(row) - begin - len(v)), value=fill) for row, begin, v in parts]
         return pad_sequence(whole, batch_first=True, padding_value=fill)
 
     return OutlierTokens(

@@ -50,8 +50,6 @@ CENTRED = (
 FINISH_S = 1.5  # of processor time behind the second pass: statistics and the page, in the bundled models
 _STREAM = "stream"  # the kind of work that probes of norms and attention share
 
-# ---------------------------------------------------------------------- batches
-
 
 def batch_sizes(
     device: torch.device,
@@ -92,9 +90,6 @@ def batches(
         tell(stage, first, float(len(prompts)), "prompts")
         yield range(first, end), torch.stack(list(prompts[first:end]))
         first = end
-
-
-# ------------------------------------------------------------------- first pass
 
 
 def check_finite(values: Sequence[tuple[str, Tensor]]) -> None:

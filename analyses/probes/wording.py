@@ -44,10 +44,6 @@ HEADS = (
     "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss{lower} ({prompts}); "
     "largest estimates: {which}."
 )
-NO_HEAD = (
-    "With scaling frozen for one head at a time, none of {heads} significantly raises the loss{lower} ({prompts}); "
-    "most: {which}."
-)
 KEYS = (
     "{share} of keys are unselectable: no query scores them highest "
     "({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
@@ -106,8 +102,7 @@ def is_significant(row: Any) -> bool:
 
 def is_effect(row: Any, unit: str = NATS) -> bool:
     """Return whether a row is called an effect: significant, and large enough if the loss is in nats."""
-    size = round(abs(float(row["delta_loss"])), 4)  # as it is printed
-    return is_significant(row) and (unit != NATS or size >= LEAST_CHANGE)
+    return is_significant(row) and (unit != NATS or round(abs(row["delta_loss"]), 4) >= LEAST_CHANGE)  # as printed
 
 
 def loss_change(row: Any, unit: str, edit: str) -> str:
@@ -213,17 +208,12 @@ def _heads(effects: pd.DataFrame, provenance: Mapping[str, Any]) -> Iterator[str
     if rows["p"].isna().all():
         edit = f"Freezing scaling for head {head_name(top)} alone, the largest of {heads},"
         yield UNTESTED.format(edit=edit, size=signed(float(top["delta_loss"])), unit=unit, prompts=prompts)
-    elif len(significant := significant_heads(effects)):
-        which = ", ".join(
-            f"{head_name(row)} {row['delta_loss']:+.2g}" for _, row in significant.head(_HEADS_NAMED).iterrows()
-        )
-        more = ", …" if len(significant) > _HEADS_NAMED else ""
-        yield HEADS.format(
-            count=len(significant), heads=heads, lower=lower, prompts=prompts, which=f"{which}{more} {unit}"
-        )
     else:
-        which = f"{head_name(top)}, {signed(float(top['delta_loss']))} {unit}"
-        yield NO_HEAD.format(heads=heads, lower=lower, prompts=prompts, which=which)
+        raising = significant_heads(effects)
+        named = (raising if len(raising) else rows.loc[[top.name]]).head(_HEADS_NAMED)
+        which = ", ".join(f"{head_name(row)} {row['delta_loss']:+.2g}" for _, row in named.iterrows())
+        which += f"{', …' if len(raising) > _HEADS_NAMED else ''} {unit}"
+        yield HEADS.format(count=len(raising) or "none", heads=heads, lower=lower, prompts=prompts, which=which)
 
 
 def head_name(row: Any) -> str:

@@ -251,8 +251,7 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
         )
         model, info = loaded  # the stubs do not know of output_loading_info
     except Exception as error:
-        reason = " ".join(str(error).replace(str(file), file.name).split())[:300]
-        raise ValueError(f"{file} could not be unpacked: {reason}") from error
+        raise ValueError(f"{file} could not be unpacked: {one_line(error).replace(str(file), file.name)}") from error
     if info["missing_keys"]:
         raise ValueError(f"{file} lacks weights: {_some(info['missing_keys'])}.")
     # The weights are plain floats from here on; left in place, this would mark the model as quantized.

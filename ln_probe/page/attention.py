@@ -197,9 +197,8 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
     if any(cell.significant for cell in known):
         yield "more4 significant", "outlined: significant"
     pale = [cell for cell in known if not cell.significant and not cell.estimate]
-    if pale:
-        why = sorted({"not significant" if cell.tested else cell.certainty for cell in pale})
-        yield "more4 pale", f"pale: {' or '.join(why)}"
+    why = sorted({"not significant" if cell.tested else cell.certainty for cell in pale})
+    yield from [("more4 pale", f"pale: {' or '.join(why)}")] * bool(why)
     if any(cell.estimate for cell in known):
         yield "more4 pale estimate", "hatched: first-order estimate, not tested"
     if len(known) < len(cells):

@@ -38,7 +38,7 @@ __all__ = ["Figure", "forest", "keys_over_depth", "loss_changes", "loss_over_tra
 # On a page they are CSS variables, with lighter shades on a dark background.
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 GRID, SOFT = "#b0b0b0", "#56606b"
-PALE, PALENESS = "pale", 0.45  # of what is not significant, here and in the map of heads
+PALENESS = 0.45  # of what is not significant, here and in the map of heads
 INK = "#000000"
 COLORS = {"intact": BLUE, "no_scaling": ORANGE, "no_projection": GREEN, "both_removed": PINK}
 MARKERS = {"intact": "o", "no_scaling": "s", "no_projection": "^", "both_removed": "D"}
@@ -120,12 +120,6 @@ class Contrast:
         return with_interval(*self.change)[0] + ("" if np.isfinite(self.p) else ", not tested")
 
 
-def _pale(rows: Sequence[Contrast]) -> list[tuple[str, str, str]]:
-    """Return what pale marks mean in the legend of some rows."""
-    pale = {"not significant" if np.isfinite(row.p) else "not tested" for row in rows if not row.significant}
-    return [("o", PALE, f"pale: {' or '.join(sorted(pale))}")] if pale else []
-
-
 def contrasts(report: Report) -> list[Contrast]:
     """Return the primary contrasts that have a loss: scaling frozen, projection removed; every norm, attention's."""
     rows = {(row["sites"], row["variant"]): row for row in report.tables["causal"].to_dict("records")}
@@ -171,8 +165,7 @@ def loss_changes(report: Report) -> Figure:
     keys = [("o", SOFT, "mean constants" if optimal else "change, 95 % CI")]
     keys += [("o", "none", "loss-optimal constants")] * optimal
     keys += [("|", SOFT, "one book")] * any(row.strata for row in rows)
-    keys += _pale(rows)
-    _finish_rows(figure, axes, unit, keys)
+    _finish_rows(figure, axes, unit, keys, rows)
     return figure
 
 
@@ -196,8 +189,7 @@ def forest(names: Sequence[str], reports: Sequence[Report]) -> Figure:
             _mark(figure, axes, place + (0.0 if row.variant is SCALING_FROZEN else 0.2), row, about)
     drawn = {row.variant: None for rows in by_model for row in rows}
     keys = [("o", COLORS[variant.name], variant.label) for variant in drawn]
-    keys += _pale([row for rows in by_model for row in rows])
-    _finish_rows(figure, axes, " or ".join(units), keys)
+    _finish_rows(figure, axes, " or ".join(units), keys, [row for rows in by_model for row in rows])
     return figure
 
 
@@ -259,18 +251,20 @@ def _mark(
     figure.point_out(dot, about)
 
 
-def _finish_rows(figure: Figure, axes: mpl.axes.Axes, unit: str, keys: Sequence[tuple[str, str, str]]) -> None:
-    """Scale and label the axis of changes, and explain the marks."""
+def _finish_rows(
+    figure: Figure, axes: mpl.axes.Axes, unit: str, keys: Sequence[tuple[str, str, str]], rows: Sequence[Contrast]
+) -> None:
+    """Scale and label the axis of changes, and explain the marks, pale ones by the rows."""
     axes.set_xlabel(f"change of the loss, {unit}", fontsize=SMALLEST)
     axes.tick_params(labelsize=SMALLEST)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _place: "0" if abs(value) < 1e-12 else f"{value:+.3g}")
+    pale = sorted({"not significant" if np.isfinite(row.p) else "not tested" for row in rows if not row.significant})
     handles = []
-    for marker, face, label in keys:
-        style: dict[str, Any] = {"color": SOFT if face in ("none", PALE) else face, "markerfacecolor": face}
-        if face == PALE:
-            style = {"color": SOFT, "alpha": PALENESS}
-        handles.append(mpl.lines.Line2D([], [], ls="", marker=marker, label=label, **style))
+    for marker, face, label in [*keys, *[("o", SOFT, f"pale: {' or '.join(pale)}")] * bool(pale)]:
+        color, alpha = SOFT if face == "none" else face, PALENESS if label.startswith("pale:") else 1.0
+        style: dict[str, Any] = {"marker": marker, "color": color, "markerfacecolor": face, "alpha": alpha}
+        handles.append(mpl.lines.Line2D([], [], ls="", label=label, **style))
     if handles:
         figure.legend(handles=handles, frameon=False, fontsize=SMALLEST, loc="outside lower left", ncols=2)
 

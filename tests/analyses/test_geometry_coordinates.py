@@ -57,16 +57,6 @@ def test_white_keys_have_one_length_along_every_direction(kind: str, biased: boo
                 assert white.to_query[0, -1, -1] > 0.0
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_sets_of_one_rank_are_whitened_together(together: bool) -> None:
-    rng = np.random.default_rng(0)
-    keys = np.stack([keys_of("round" if together or b else "flat", rng) for b in range(3)])
-    white = whiten(judge(*centre(keys), None, None).rows, False)
-    assert (white is not None) == together
-    if white is not None:
-        np.testing.assert_allclose(white.rows.mT @ white.rows / 30, np.tile(np.eye(5), (3, 1, 1)), atol=1e-9)
-
-
 def test_the_query_under_which_all_keys_score_alike() -> None:
     rng = np.random.default_rng(5)
     for _ in range(20):

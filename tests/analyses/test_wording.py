@@ -150,9 +150,9 @@ def test_what_else_is_said_of_the_loss(causal: list[dict[str, Any]], provenance:
 
 @pytest.mark.parametrize(("change", "p", "unit", "text"), [
     (0.4, math.nan, NATS, "head L0H0 alone, the largest of 1 head, changes the loss by +0.4 nats/token: not tested"),
-    (0.4, 0.5, NATS, "none of 1 head significantly raises the loss (6 prompts); most: L0H0, +0.4 nats/token."),
+    (0.4, 0.5, NATS, "none of 1 head significantly raise the loss (6 prompts); largest estimates: L0H0 +0.4 "),
     (0.0005, 0.01, "units of f", "1 of 1 head significantly raise the loss (6 prompts); largest estimates: L0H0"),
-    (-0.4, 0.01, NATS, "none of 1 head significantly raises the loss, 1 significantly lowers it (6 prompts)"),
+    (-0.4, 0.01, NATS, "none of 1 head significantly raise the loss, 1 significantly lowers it (6 prompts)"),
 ])  # fmt: skip
 def test_heads_in_words(change: float, p: float, unit: str, text: str) -> None:
     def said(*changes: float) -> str:

@@ -257,7 +257,6 @@ def test_a_damaged_gguf_file(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unpacked") as raised:
         load_model(tmp_path / "model.gguf")
     assert str(raised.value).count(str(tmp_path)) == 1
-    assert "Error" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("name", "options", "error", "word"), [

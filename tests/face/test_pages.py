@@ -129,7 +129,7 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     assert list(heads.legend) == [
         *((f"less{i}", f"−{step:g}") for i, step in scale[::-1]), ("more0", "0"),
         *((f"more{i}", f"+{step:g}") for i, step in scale), ("more4 significant", "outlined: significant"),
-        ("more4 pale", "pale: not tested, 6 prompts"),
+        ("more4 pale", "pale: not significant or not tested, 6 prompts"),
         ("more4 pale estimate", "hatched: first-order estimate, not tested"), ("unknown", "grey: not measured"),
     ]  # fmt: skip
     untested = replace(one, tables={**one.tables, "head_effects": one.head_effects.assign(p=0.5)})

@@ -61,6 +61,23 @@ def test_a_norm_that_a_hook_calls_on_the_last_vector(worlds: list[tuple[str, Any
         assert torch.equal(outputs[1], outputs[0][:, -1:]), name
 
 
+def test_passes_through_some_layers(worlds: list[tuple[str, Any]]) -> None:
+    """A pass that ends before an edited norm is no lost edit; one that begins later has no position 0."""
+    for name, model in worlds:
+        if name == "lab":
+            continue
+        scale = {"blocks.1.ln1": {"first": 5.0, "rest": 0.7}}
+        with torch.no_grad():
+            intact, cache = model.run_with_cache(TOKENS)
+            with without(model, "scaling", sites=["blocks.1.ln1"], scale=scale):
+                half = model(TOKENS, stop_at_layer=1)
+                whole = model(TOKENS)
+                again = model(half, start_at_layer=1) if name == "hooked" else intact
+        torch.testing.assert_close(half, cache["blocks.1.hook_resid_pre"])
+        assert difference(whole, intact) > 1e-4
+        assert difference(again, whole) > 1e-4
+
+
 def test_nested_contexts_amount_to_one(worlds: list[tuple[str, Any]]) -> None:
     """In either order: constants are those of the unedited model, inside another intervention too."""
     first, second = ["blocks.0.ln1", "blocks.1.ln2"], ["blocks.1.ln1"]
