@@ -69,6 +69,7 @@ def test_calibration_text_gives_every_prompt_the_same_constants() -> None:
     expected = mean_sigmas(model, find_norms(model), list(other))
     assert report.constants.of(0) == report.constants.of(4) == report.constants.pooled == expected
     assert "calibration" in report.provenance["calibration"]["constants"]
+    assert report.provenance["calibration"]["count"] == 1
     assert not any("in the calibration text too" in note for note in report.notes)
 
 

@@ -44,19 +44,20 @@ def test_a_norm_that_is_off_shows() -> None:
         assert (gathered.reconstruction_error > 1e-12) == (bend > 0)
 
 
-def test_statistics_are_those_of_numpy() -> None:
-    site = norm_of()
+@pytest.mark.parametrize("radius", [None, 8.0])  # twice the usual length
+def test_statistics_are_those_of_numpy(radius: float | None) -> None:
+    site = norm_of(radius=radius)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randn(n, 16, generator=generator, dtype=torch.float64) * 3 + 1 for n in (5, 900)]
     prompts[0][0] *= 100  # a sink at position 0
     gathered = NormStatistics(site)
     sums = [gathered.add(x, site.module(x).detach()) for x in prompts]
     for prompt, (of_sigma, counts) in zip(prompts, sums, strict=True):
-        sigma = np.sqrt(prompt.numpy().var(-1) + 1e-5)
+        sigma = np.sqrt(prompt.numpy().var(-1) + 1e-5) * 4 / (radius or 4)
         assert of_sigma == pytest.approx((sigma[0], sigma[1:].sum()))
         assert counts == (1, len(prompt) - 1)
     x = np.concatenate(prompts)
-    mu, length, sigma = x.mean(-1), np.linalg.norm(x, axis=-1), np.sqrt(x.var(-1) + 1e-5)
+    mu, length, sigma = x.mean(-1), np.linalg.norm(x, axis=-1), np.sqrt(x.var(-1) + 1e-5) * 4 / (radius or 4)
     share = 16 * mu**2 / length**2
     row, y = gathered.row(), np.concatenate([site.module(prompt).detach() for prompt in prompts])
     expected = {

@@ -91,10 +91,3 @@ def test_angles_of_many_rotated_queries(causal: bool, window: int | None) -> Non
     assert np.isnan(queries.mean_angle(heads, site, q[:1]).numpy()).all()
     assert np.isfinite(queries.mean_angle(heads, site, q[:2]).numpy()).all()
     assert np.isnan(queries.mean_angle(heads, replace(site, kind="rmsnorm"), q).numpy()).all()
-
-
-def test_a_query_that_reads_nothing_has_no_angle() -> None:
-    heads, site = heads_of(5), norm_of(d_model=D, n_heads=1, n_ctx=64)
-    q = torch.ones(3, 2, D_HEAD, dtype=torch.float64)
-    q[1, 0] = 0.0
-    assert torch.isnan(queries.angle_to_uniform(heads, site, q)).nonzero().tolist() == [[1, 0]]

@@ -56,7 +56,7 @@ def tokens(model: Any, prompts: Any, **how: Any) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------------------- texts
 
 
-def test_texts_get_the_first_token(reader: Any) -> None:
+def test_texts_get_the_first_token(reader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = make_prompts(reader, ["abc", "hello there"])
     assert [row[0].item() for row in prompts.tokens] == [1, 1]
     assert [len(row) for row in prompts.tokens] == [4, 12]
@@ -66,6 +66,8 @@ def test_texts_get_the_first_token(reader: Any) -> None:
     assert tokens(reader, "abc", prepend_bos=True) == tokens(reader, "abc")
     assert tokens(reader, "abc", prepend_bos=False) == [tokens(reader, "abc")[0][1:]]
     assert any("prepend_bos" in note for note in make_prompts(reader, "abc", prepend_bos=False).notes)
+    monkeypatch.setattr(Letters, "__call__", lambda *_: {"input_ids": [1, 7, 8]})
+    assert (tokens(reader, "ab", prepend_bos=False), tokens(reader, "ab")) == ([[7, 8]], [[1, 7, 8]])
     with pytest.raises(ValueError, match="prepend_bos"):
         make_prompts(reader, ROWS, prepend_bos=True)
     assert make_prompts(reader, prompts) is prompts

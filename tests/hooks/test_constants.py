@@ -95,6 +95,8 @@ def test_gradients_of_prompts_and_norms() -> None:
     for name, pair in together[1].items():
         for place, value in enumerate(pair):
             assert value == pytest.approx(sum(g[name][place] for _, g in alone), rel=1e-9, abs=1e-12)
+    used, unused = (torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert slopes_of(used.square().sum(), {"a": used, "b": unused}) == {"a": (4.0, 6.0), "b": (0.0, 0.0)}
     some, known = measured(model, "attention")
     assert set(loss_and_slopes(model, some, TOKENS[:1], known)[1]) == {"blocks.0.ln1", "blocks.1.ln1"}
     loss, gradients = loss_and_slopes(model, sites, TOKENS[:1, :1], constants)
