@@ -121,7 +121,7 @@ CAUSAL_PROMPTS = Table(
     ("prompt", "sites", "variant"),
     {
         "prompt": _PROMPT,
-        "stratum": ("text", "the prompt's book; empty where prompts are of no books, or have groups of their own"),
+        "stratum": ("text", "the prompt's book; empty where prompts are of no books, or have their own groups"),
         "sites": _SITES,
         "variant": _VARIANT,
         "loss": ("loss", "mean loss of the intact model on this prompt"),

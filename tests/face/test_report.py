@@ -17,6 +17,11 @@ from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.report import Report, answers
 
 
+@pytest.fixture(autouse=True)
+def without_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ln_probe.page.page.report_page", lambda *_: "")
+
+
 def test_saved_reports_load_as_they_were(report: Report, tmp_path: Path) -> None:
     folder = report.save(tmp_path / "r")
     loaded = ln_probe.load_report(folder)
