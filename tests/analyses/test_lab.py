@@ -15,7 +15,7 @@ from lab_models import assert_same_run
 from ln_probe.analyses.lab.language_model.two_by_two import bundle
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import DivergedError, TrainConfig, checkpoint_steps, load_run, read_metrics, train
+from ln_probe.analyses.lab.train import TrainConfig, checkpoint_steps, load_run, read_metrics, train
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 CONFIG = LabConfig(n_layers=2, d_model=16, n_heads=2, d_vocab=300, n_ctx=16)
@@ -115,13 +115,6 @@ def test_another_run_is_not_overwritten(task: TextTask, tmp_path: Path) -> None:
     assert (tmp_path / "full" / "thesis.txt").read_text() == "mine"
 
 
-def test_a_loss_that_is_not_a_number_stops_and_keeps_what_was(task: TextTask, tmp_path: Path) -> None:
-    wild = TrainConfig(**{**vars(SHORT), "lr": 1e18, "warmup": 1, "clip": 0.0})
-    with pytest.raises(DivergedError, match=r"nan|inf"):
-        train(task, CONFIG, wild, tmp_path / "wild", progress=False)
-    assert (tmp_path / "wild" / "lab.json").exists()
-
-
 def test_damaged_runs(task: TextTask, tmp_path: Path) -> None:
     train(task, CONFIG, SHORT, tmp_path / "run", progress=False)
     weights = tmp_path / "run" / "model.safetensors"
@@ -168,22 +161,3 @@ def test_hooks_see_what_the_fused_path_computes(options: dict[str, str], causal:
     assert pattern.shape == (2, 2, 10, 10)
     torch.testing.assert_close(pattern.sum(-1), torch.ones(2, 2, 10).double())
     assert (float(pattern.triu(1).abs().max()) == 0) == causal
-
-
-@pytest.mark.parametrize(("options", "said"), [
-    ({"norm": "layernorm", "divisor": 2.0}, "a 'layernorm' norm divides by each vector's own size: leave out div"),
-    ({"norm": "none", "divisor": 2.0, "radius": 1.0}, r"give a divisor \(2.0\) or a radius to aim at \(1.0\), not b"),
-    ({"norm": "none", "divisor": -1.0}, "divisor must be a positive number, got -1.0"),
-    ({"radius": 0.0}, "radius must be positive, got 0.0"),
-    ({"positions": "rotary", "n_heads": 1, "d_head": 5}, "rotary positions turn pairs of coordinates: d_head=5 is odd"),
-    ({"norm": "batchnorm"}, "unknown norm 'batchnorm'"),
-    ({"n_heads": 3}, "d_model=16 is not divisible by n_heads=3"),
-    ({"n_layers": 0}, "n_layers must be a whole number"),
-    ({"positions": "polar"}, "unknown positions 'polar': known choices are learned, none"),
-    ({"norm_order": "middle"}, "unknown norm_order 'middle': known choices are pre, post"),
-    ({"init": "zeros"}, "unknown init 'zeros': known choices are gpt2, torch"),
-    ({"norm_final": "rms"}, "unknown norm_final 'rms'"),
-])  # fmt: skip
-def test_bad_choices(options: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        LabConfig(**{**SHAPE, **options})  # type: ignore[arg-type]

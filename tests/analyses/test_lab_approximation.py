@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lab_runs import by_definition
 
 from ln_probe.analyses.lab.approximation import relative as targets
-from ln_probe.analyses.lab.approximation.approximation import LENGTHS, Cell, solved_errors
 from ln_probe.analyses.lab.approximation.text_models import RelativeTextConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
 
@@ -60,24 +59,6 @@ def test_targets_by_hand() -> None:
     only[:, 99] *= -1
     for target in ("1b", "2a", "2b"):
         assert torch.equal(targets.evaluate(target, x), targets.evaluate(target, only))
-
-
-def test_the_optimum_is_the_models_own() -> None:
-    """Slopes and coefficients of the optimum, put into the model as weights, have its error."""
-    found = targets.linear_optimum("4a", "linear", 4)
-    model = targets.RelativeConfig(targets.LENGTH, 4, 0, "linear").build().double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.phi = targets.lag_features("linear", targets.LENGTH)  # in float64
-        model.embed[0, 0], model.embed[1, 0] = -1.0, 1.0
-        model.log_slope.copy_(torch.tensor(found.slopes, dtype=torch.float64).log())
-        model.W_V[:, 0, 0] = 1.0
-        model.W_O[:, 0, 1] = torch.tensor(found.coefficients[:-1], dtype=torch.float64)
-        model.out.weight[0, 0], model.out.weight[0, 1] = found.coefficients[-1], 1.0
-        x = random_inputs(3000)
-        error = float((model(x) - targets.evaluate("4a", x)).pow(2).mean())
-    assert error == pytest.approx(found.mse, rel=0.15, abs=1e-20)
 
 
 @pytest.mark.parametrize("dot_product", [True, False])
@@ -135,14 +116,3 @@ def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
         assert float((model(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-10
         torch.testing.assert_close(model(x[:16]), by_definition(model, x[:16]), rtol=0, atol=1e-10)
         assert 1e-10 < float((adaptive_by_hand(1e-2)(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-2
-
-
-def test_solved_errors_by_formula() -> None:
-    table = solved_errors([Cell("4a", "log", 1), Cell("4b", "linear", 1), Cell("4a", "linear", 1)])
-    table = table.set_index(["target", "kernel", "measure", "length"])["value"].sort_index()
-    whole = {n: (np.arange(1, n) ** -0.5).sum() for n in LENGTHS}
-    for n in (1250, 8000):  # the same shape, divided by a larger sum
-        scaled = (1 - whole[targets.LENGTH] / whole[n]) ** 2
-        assert table["4a", "log", "relative_mse", n] == pytest.approx(scaled, rel=1e-6)
-    assert table["4b", "linear", "mse"].max() < 1e-25
-    assert table["4a", "linear", "mse", targets.LENGTH] == pytest.approx(targets.linear_optimum("4a", "linear", 1).mse)

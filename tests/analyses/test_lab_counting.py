@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ln_probe.analyses.lab.counting import tasks, traces
-from ln_probe.analyses.lab.counting.counters import Cell, exact_to
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS
 
@@ -83,6 +82,8 @@ def test_a_norm_in_the_cell_by_definition(cell: str, site: str, norm: str) -> No
     """The equations of each cell letter by letter, with the laboratory's norm at its place; values and gradients."""
     torch.manual_seed(0)
     layer = RecurrentConfig(cell, 3, 2, norm=norm, norm_site=site).build().double().layers[0]
+    if layer.norm_state is not None:
+        assert (layer.norm_state.w is None) == (layer.norm_state.b is None) == (site == "state")
     for weight in layer.parameters():
         weight.data += 0.3 * torch.randn_like(weight)
     x = torch.randn(5, 7, 4, dtype=torch.float64)
@@ -129,19 +130,22 @@ def test_qrnn_by_definition(cell: str) -> None:
     torch.testing.assert_close(layer(x)[0], torch.stack(out))
 
 
-@pytest.mark.parametrize(("cell", "exact"), [
-    (Cell("lstm"), 60), (Cell("rnn_relu"), 60), (Cell("mirrored lstm"), 60),
-    (Cell("mirrored lstm", "projection_only", "state"), 60), (Cell("lstm", "projection_only", "state"), 1),
-    (Cell("mirrored lstm", "scaling_only", "state"), 0), (Cell("rnn_relu", "layernorm", "state"), 0),
-    *((Cell("gru", step=k), math.isqrt(int(0.73 * 2**k))) for k in (6, 8, 10, 12)),  # of a step: 0 and 1 look alike
-    (Cell("gru", step=24), 1),
-])  # fmt: skip
-def test_to_which_n_a_counter_is_exact(cell: Cell, exact: int) -> None:
-    assert abs(exact_to(cell.build(), 60) - exact) <= (cell.model == "gru")
-
-
-def test_a_counter_by_hand_is_found() -> None:
-    trace = traces.phases(Cell("lstm").build(), 2, 60)
-    np.testing.assert_allclose(trace[0, :, 0], np.arange(1, 61), atol=1e-9)
-    np.testing.assert_allclose(trace[1, :, 0], np.arange(59, -1, -1), atol=1e-9)
-    assert traces.counter_of(trace, 1) == (0, 0, 1)
+def test_which_dimension_counts() -> None:
+    """One that turns, straight both ways; without such a one the straightest that turns, and no candidate."""
+    up, bent = np.arange(20.0), np.arange(20.0) ** 1.5
+    still, rises, turns = [0 * up] * 3, [up, up + 20, up + 40], [up, bent[::-1], 0 * up]
+    counts, later = [0 * up, 3 * up, -2 * up], [up, up, -up]
+    trace = np.stack([np.stack(d) for d in (still, rises, turns, counts, later)], axis=2)
+    assert traces.counter_of(trace, 2)[2] == 2
+    assert traces.counter_of(trace[:, :, :4], 2) == (3, 1, 1)
+    assert traces.counter_of(trace, 1) == (2, 0, 0)
+    assert traces.counter_of(trace[:, :, :2], 2) == (0, 0, 0)
+    wave = 5 * up + np.where(up == 9, 1.0, 0.0)
+    line = traces.line_through(wave)
+    x = np.arange(6, 21)
+    slope, start = np.polyfit(x, wave[5:], 1)
+    assert line.slope == pytest.approx(slope)
+    assert line.off == pytest.approx(np.abs(wave[5:] - start - slope * x).max() / slope)
+    assert line.r2 == pytest.approx(np.corrcoef(x, wave[5:])[0, 1] ** 2)
+    assert np.isnan(traces.line_through(0 * up + 3).r2)
+    assert traces.line_through(0 * up + 3).off == math.inf

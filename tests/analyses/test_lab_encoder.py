@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from lab_models import is_interior, write_words
+from lab_models import write_words
 
-from ln_probe.analyses.lab.language_model.encoder import Encoder, Size, encoder_config, key_places
-from ln_probe.analyses.lab.language_model.published import BEFORE, FRACTION, HEAD, NORMALIZED, unselectable_keys
+from ln_probe.analyses.lab.language_model.encoder import Encoder, Size, encoder_config
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.text_task import LONGEST, PassagesTask, TextTask, masked, plain_words, sentences
 
@@ -88,24 +85,6 @@ def test_the_encoder_is_bert() -> None:
     }
     tokens = torch.randint(SIZE.d_vocab, (3, SIZE.n_ctx), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(model.stream(tokens), theirs(tokens).last_hidden_state, rtol=1e-9, atol=1e-9)
-
-
-def test_unselectable_keys_by_linear_programs() -> None:
-    size = replace(SIZE, n_ctx=18)
-    model = shaken("projection_only", size)
-    tokens = torch.randint(SIZE.d_vocab, (1, 18), generator=torch.Generator().manual_seed(2))
-    shares = unselectable_keys(model, tokens, key_places())
-    found = {(layer, space): value for layer, space, of, value in shares if of == FRACTION}
-    _, cache = model.run_with_cache(tokens)
-    heads = cache["blocks.1.attn.hook_k"][0].transpose(0, 1).numpy()
-    share = np.mean([is_interior(keys, i) for keys in heads for i in range(18)])
-    assert found[1, HEAD] == pytest.approx(share)
-    assert 0.3 < share < 1
-    before = cache["blocks.0.hook_resid_post"][0].numpy()
-    assert found[1, BEFORE] == pytest.approx(np.mean([is_interior(before, i) for i in range(18)]))
-    on_sphere = unselectable_keys(shaken("layernorm", size), tokens, key_places())
-    scaled = {(layer, space): value for layer, space, of, value in on_sphere if of == FRACTION}
-    assert [scaled[layer, NORMALIZED] for layer in range(4)] == [0.0] * 4  # on a sphere
 
 
 def test_masks_hide_what_they_say() -> None:

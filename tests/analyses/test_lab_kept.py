@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from decimal import Decimal
 from functools import cache, partial
 from pathlib import Path
@@ -14,16 +15,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from lab_models import write_words
 from lab_runs import ran
 from scipy import stats
 
-from ln_probe.analyses.lab.approximation import approximation, text_models
-from ln_probe.analyses.lab.counting import counters, counting, rational_recurrence, saturated_states, traces
+from ln_probe.analyses.lab.approximation import approximation, relative, text_models
+from ln_probe.analyses.lab.counting import counters, counting, rational_recurrence, saturated_states, tasks, traces
 from ln_probe.analyses.lab.crasp import compiler, depth
-from ln_probe.analyses.lab.experiments import EXPERIMENTS
+from ln_probe.analyses.lab.experiments import EXPERIMENTS, Request
+from ln_probe.analyses.lab.experiments import run as run_experiment
 from ln_probe.analyses.lab.language_model import encoder, published, remove_norm, two_by_two
 from ln_probe.analyses.lab.majority import majority, random_keys
 from ln_probe.analyses.lab.results import interval
+from ln_probe.analyses.lab.runs import Run
+from ln_probe.analyses.lab.text_task import TextTask
 
 PUBLISHED_FOLDER = Path(__file__).parents[2] / "analyses" / "lab" / "published"
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"
@@ -89,6 +94,139 @@ def test_all_committed_results_are_checked() -> None:
     assert {*EVALUATED} == {path.parent.name for path in PUBLISHED_FOLDER.glob("*/results.json")}
 
 
+# What trains: the committed table with its steps, and how many cells were added after that was made.
+TRAINED: dict[str, tuple[str, int]] = {
+    **dict.fromkeys(("majority", "language_model", "language_model_full", "remove_norm"), ("curves", 0)),
+    "encoder": ("curves", 2),
+    **dict.fromkeys(("language_model_bundled", "fresh_seeds", "fresh_seeds_long"), ("seeds", 0)),
+    **dict.fromkeys(("approximation", "longer_inputs", "adaptive_memory"), ("errors", 0)),
+    "depth": ("exact_match", 0), "depth_deep": ("exact_match", 1), "approximation_text": ("losses", 0),
+    "counting": ("values", 4), "anbk": ("values", 0), "counting_traces": ("networks", 0),
+}  # fmt: skip
+MORE_SEEDS = ("depth", "counting")  # committed with more than an experiment has by default
+# Not of the experiment: the text, and when state was saved.
+OTHERS = ("files", "train_tokens", "valid_tokens", "tokenizer_sha256", "seed", "state_every")
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "depth": {"bins": depth.BINS, "hit": depth.HIT, "train_lengths": depth.TRAIN_LENGTHS},
+    "longer_inputs": {"lengths": approximation.LENGTHS},
+    "approximation": {"variance": {target: relative.variance(target) for target in ("1b", "2a", "2b", "4a", "4b")}},
+    "counting": {
+        "train_length": tasks.TRAIN_LENGTH, "accepted": tasks.ACCEPTED, "max_trained_n": tasks.MAX_TRAINED_N,
+    },
+    "counting_traces": {"straight": traces.STRAIGHT, "readable": traces.READABLE, "settling": traces.SETTLING},
+    "encoder": {"contexts": encoder.SMALL.contexts},
+    "language_model": {"contexts": published.CONTEXTS},
+    "fresh_seeds": {"windows": two_by_two.SHORT.contexts},
+    "fresh_seeds_long": {"windows": two_by_two.LONG.contexts},
+    "language_model_bundled": {"contexts": two_by_two.BUNDLED.contexts},
+    "remove_norm": {"schedule": asdict(remove_norm.FULL.schedule), "contexts": remove_norm.FULL.contexts},
+    "anbk": {"constant_answer": {tasks.ABSOLUTE: 2 / 3, tasks.THRESHOLD: 1 / 2}},
+}  # fmt: skip
+
+
+class PlannedError(Exception):
+    """Raised with the runs of an experiment in place of training them."""
+
+
+def planned_runs(
+    experiment: str, out: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Path | None, quick: bool = False
+) -> list[Run]:
+    """The runs of an experiment with its default seeds."""
+    about = EXPERIMENTS[experiment]
+    home = importlib.import_module(f"ln_probe.analyses.lab.{about.path.rpartition('.')[0]}")
+
+    def stop(runs: list[Run], request: Request) -> None:
+        raise PlannedError(runs)
+
+    monkeypatch.setattr(home, "carry_out", stop)
+    monkeypatch.setattr(two_by_two, "text", lambda request: TextTask(request.texts, two_by_two.D_VOCAB, 256))
+    text = write_words(out / "long.txt", ("the lamp", "was lit", "and the ships", "came home"), 20_000)
+    texts = (text,) * about.needs_text
+    request = Request(out / f"quick {quick}", tuple(range(about.seeds)), quick=quick, texts=texts, tokenizer=tokenizer)
+    with pytest.raises(PlannedError) as caught:
+        run_experiment(experiment, request, command="", ln_probe_version="0")
+    return list(caught.value.args[0])
+
+
+def differing(committed: dict[str, Any], ours: dict[str, Any], run: Run) -> set[str]:
+    """The settings of a run that are not the committed ones, which may be by task and model, rate, or shape."""
+    for name in (f"{run.keys.get('task')}, {run.keys.get('model')}", f"lr {run.keys.get('lr')}"):
+        committed = committed.get(name, committed)
+    shape, ours = run.keys.get("shape"), json.loads(json.dumps(ours))
+    committed = {k: v.get(shape, ours.get(k)) if isinstance(v, dict) else v for k, v in committed.items()}
+    return {k for k, v in committed.items() if k not in OTHERS and ours.get(k) != v and v != []}  # no models
+
+
+@pytest.mark.parametrize("experiment", TRAINED)
+def test_an_experiment_is_the_one_whose_results_are_committed(
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Cells, seeds, steps, training, models and data at full size are those of the committed tables and settings."""
+    of_gpt2 = experiment == "language_model_full"
+    gpt2 = request.getfixturevalue("shared") / "tokenizers" / "gpt2" if of_gpt2 else None
+    runs = planned_runs(experiment, tmp_path, monkeypatch, gpt2)
+    name, added = TRAINED[experiment]
+    table = table_at(folder(experiment), name)
+    keys = list(runs[0].keys)
+    rows = {key: part for key, part in table.groupby([table[k].astype(str) for k in keys]) if key != ("before",)}
+    cells = [tuple(str(value) for value in run.keys.values()) for run in runs]
+    assert {*rows} <= {*cells}
+    assert len({*cells}) == len(rows) + added
+    seeds, default = sorted(set(table["seed"])), EXPERIMENTS[experiment].seeds
+    assert len(seeds) == default or experiment in MORE_SEEDS
+    shipped = {0} if experiment == "language_model_bundled" else set()
+    assert {run.seed for run in runs} | shipped == {*seeds[:default]}
+    about = json.loads((folder(experiment) / "results.json").read_text())
+    assert EXPERIMENTS[experiment].needs_text == ("--text" in about["command"])
+    for run, cell in zip(runs, cells, strict=True):
+        if "step" in table and cell in rows:
+            evaluated = {s for s in range(1, run.training.steps + 1) if run.training.evaluates_at(s)}
+            committed = {*rows[cell]["step"]} - {0}
+            assert max(committed) == run.training.steps or run.keys.get("d") == 8  # to the end only some were trained
+            assert committed == {s for s in evaluated if s <= max(committed)} or run.keys.get("d") == 3
+        if run.keys.get("d") != 3:
+            rate = {"lr"} if "heads" in run.keys else set()
+            assert differing(about["settings"].get("training", {}), vars(run.training), run) <= rate, run.name
+            assert differing(about["settings"].get("data", {}), run.task.identity, run) == set()
+        assert run.task.identity, "two tasks would share a folder"
+    assert differing(about["settings"].get("model", {}), runs[0].spec.to_dict(), runs[0]) == set()
+    for constant, value in CONSTANTS.get(experiment, {}).items():
+        settings = about["settings"][constant]
+        ours = json.loads(json.dumps(value))
+        assert ours == (pytest.approx(settings) if isinstance(value, dict) else settings), constant
+    longest = dict(zip(cells, [run.training.steps for run in runs], strict=True))
+    for run in planned_runs(experiment, tmp_path, monkeypatch, gpt2, quick=True):
+        assert 0 < run.training.steps < longest[tuple(str(value) for value in run.keys.values())], run.name
+
+
+def test_angles_before_training_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    angles = majority.start_angles(
+        [run for run in planned_runs("majority", tmp_path, monkeypatch, None) if run.seed < 3]
+    )
+    committed = table_at(folder("majority"), "curves").query("step == 0 and measure == 'angle_deg'")
+    both = angles.merge(committed, on=["d", "norm", "radius", "seed", "step", "measure"], validate="1:1")
+    assert len(both) == len(angles) == 39
+    np.testing.assert_allclose(both["value_x"], both["value_y"], rtol=1e-4)
+
+
+def test_least_squares_solutions_are_solved_again() -> None:
+    committed = table_at(folder("longer_inputs"), "solved")
+    cells = committed[["target", "kernel", "heads"]].drop_duplicates().to_dict("records")
+    solved = approximation.solved_errors([approximation.Cell(**cell) for cell in cells])
+    assert (solved["value"] < 1e-8).tolist() == (committed["value"] < 1e-8).tolist()
+    pd.testing.assert_frame_equal(solved, committed, rtol=0.01, atol=1e-8)
+
+
+def test_contrasts_are_over_the_seeds_that_have_come_that_far() -> None:
+    curves = table_at(folder("majority"), "curves")
+    lost = curves.query(
+        "d == 8 and norm == 'scaling_only' and radius == 'sqrt(d)' and seed == 3 and step == 5000"
+    ).index
+    contrasts = majority.analyse(curves.drop(lost))["contrasts"].query("d == 8 and measure == 'train_loss'")
+    assert {*contrasts.query("step == 5000")["seeds"]} == {9}
+    assert {*contrasts.query("step == 2000")["seeds"]} == {10}
+
+
 # What trains nothing: its table of values, and constants that shorten it without changing the values it keeps.
 MEASURED_AGAIN: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "counters": ("values", (0,), {"LARGEST": 40, "LARGEST_GRU": 40}),
@@ -103,10 +241,36 @@ FEW = {
 }
 
 
+def assert_complete(experiment: str, committed: pd.DataFrame) -> None:
+    """What is measured at full size are the squares, programs, lengths, blocks and numbers of the committed table."""
+    if experiment == "random_keys":
+        squares = [(cell.space, cell.d_model, cell.d, cell.n) for cell in random_keys.cells(quick=False)]
+        rows = committed[["space", "d_model", "d", "n"]].drop_duplicates()
+        assert sorted(squares) == sorted(map(tuple, rows.to_numpy().tolist()))
+    elif experiment == "compiler":
+        assert (committed["words"].max(), committed["every_word_to"].max()) == (3**8, compiler.EVERY_WORD_TO)
+        assert compiler.WORDS in set(committed["words"])
+        assert [*compiler.PROGRAMS] == [*committed["program"].unique()]
+    elif experiment == "saturated_states":
+        lengths = committed.groupby(["cell", "layers", "hidden", "theory"])["length"].unique()
+        assert len(lengths) == len(saturated_states.CELLS)
+        for cell in saturated_states.CELLS:
+            of_cell = lengths[cell.cell, cell.layers, cell.hidden, cell.theory].tolist()
+            assert of_cell == [n for n in saturated_states.LENGTHS if n <= cell.longest]
+            assert cell.longest in of_cell
+    elif experiment == "rational_recurrence":
+        assert {*rational_recurrence.BLOCKS} == {*committed["block"]}
+    else:
+        counted = committed.groupby("model")["value"].max()
+        assert counters.LARGEST == counted["lstm"] == counted["rnn_relu"]
+        assert counted["gru"] <= counters.LARGEST_GRU
+
+
 @pytest.mark.parametrize("experiment", MEASURED_AGAIN)
 def test_committed_values_are_measured_again(experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, seeds, constants = MEASURED_AGAIN[experiment]
     home = importlib.import_module(f"ln_probe.analyses.lab.{EXPERIMENTS[experiment].path.rpartition('.')[0]}")
+    assert_complete(experiment, table_at(folder(experiment), name))
     for constant, value in (constants | FEW.get(experiment, {})).items():
         monkeypatch.setattr(home, constant, value)
     results = ran(experiment, tmp_path, seeds, quick=False)
@@ -123,12 +287,16 @@ def test_committed_values_are_measured_again(experiment: str, tmp_path: Path, mo
         measured = measured[~random]
         operations = table_at(folder(experiment), "operations")
         pd.testing.assert_frame_equal(results.tables["operations"], operations, check_dtype=False, rtol=1e-4)
+    if experiment == "rational_recurrence":
+        assert (results.tables["errors"]["value"] == settings["networks"]).all()
     columns = [c for c in measured if c in committed and c not in ("value", "mean", "words", "published")]
     exact = [c for c in columns if measured[c].dtype.kind != "f"]
     both = measured.merge(committed[[*exact, value]], on=exact, how="left", suffixes=("", "_committed"))
     assert len(both) == len(measured)
     assert len(both) > 15
-    np.testing.assert_allclose(both[value], both[f"{value}_committed"].fillna(0), rtol=1e-4)  # 0 undecided: no row
+    np.testing.assert_allclose(
+        both[value], both[f"{value}_committed"].fillna(0), rtol=1e-4
+    )  # undecided: none, not committed
 
 
 def test_contrasts_of_registered_runs_follow_from_the_values() -> None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from ln_probe.analyses.lab import text_task
 from ln_probe.analyses.lab.language_model.published import (
-    BEFORE,
-    FRACTION,
     FULL,
-    HEAD,
-    NORMALIZED,
     Size,
-    key_places,
     published_model,
-    unselectable_keys,
 )
 from ln_probe.analyses.lab.text_task import piecewise_loss
 
@@ -54,16 +48,21 @@ def test_logits_in_pieces(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_keys_in_each_space() -> None:
-    """By theorem: after LayerNorm on a sphere; in head space two dimensions, where interior keys abound."""
-    torch.manual_seed(0)
-    model = published_model("layernorm", None, Size(300, 64, 2, 4, embed_std=1.0)).build()
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.W_K.normal_()
-    shares = unselectable_keys(model, torch.randint(300, (2, 64)), key_places(range(4)))
-    found = {(layer, space): value for layer, space, of, value in shares if of == FRACTION}
-    assert len(found) == 12
-    assert all(found[layer, NORMALIZED] == 0 for layer in range(4))
-    assert all(found[layer, HEAD] > 0.5 for layer in range(4))
-    assert 0 < np.mean([found[layer, BEFORE] for layer in range(4)]) < 0.5
+def test_the_end_of_every_text_is_held_out(prose: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("Another “text”, 4000 letters long. " * 120)
+    files = [prose, tmp_path / "other.txt"]
+    text = text_task.TextTask(files, 300, 16)
+    cut = [int(0.95 * len(file.read_text())) for file in files]
+    parts = [(file.read_text()[:at], file.read_text()[at:]) for file, at in zip(files, cut, strict=True)]
+    for number, tokens in enumerate((text.train_tokens, text.valid_tokens)):
+        assert text.tokenizer.decode(tokens.tolist()) == "".join(part[number] for part in parts)
+    assert text.boundary == 0
+    assert text.tokenizer.get_vocab_size() == 300
+    batch = text.batch(3, 50, 1)
+    assert batch.shape == (50, 16)
+    assert (batch[:, 0] == 0).all()
+    windows = text.train_tokens.unfold(0, 15, 1)
+    assert all(bool((windows == row).all(1).any()) for row in batch[:, 1:])
+    assert torch.equal(text.batch(3, 50, 1), batch)
+    assert not torch.equal(text.batch(4, 50, 1), batch)
+    assert not torch.equal(text.batch(3, 50, 2), batch)

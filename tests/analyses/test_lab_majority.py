@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -87,3 +88,21 @@ def test_data() -> None:
     for label in range(20):
         share = (train.label[train.chosen] == label).sum() / (train.label == label).sum()
         assert share == pytest.approx(0.8, abs=0.01)
+
+
+def test_steps_to_a_loss_by_hand() -> None:
+    """Lines between evaluations; a level that is reached at the first, and one that never is."""
+    losses = {majority.WITH: (0.9, 0.7, 0.3), majority.WITHOUT: (0.5, 0.45, 0.41)}
+    frame = pd.DataFrame([
+        (*cell, 0, 100 * (i + 1), "train_loss", loss) for cell, three in losses.items() for i, loss in enumerate(three)
+    ], columns=["norm", "radius", "seed", "step", "measure", "value"])  # fmt: skip
+    times = majority.steps_to(frame.sample(frac=1, random_state=0))
+    found = times.set_index(["norm", "level"])[["steps", "reached", "times"]].astype(float)
+    expected = {
+        ("layernorm", 0.75): (175, 1, 1), ("layernorm", 0.4): (275, 1, 1), ("layernorm", 0.21): (300, 0, np.nan),
+        ("scaling_only", 0.75): (100, 1, 100 / 175), ("scaling_only", 0.4): (300, 0, 300 / 275),
+        ("scaling_only", 0.21): (300, 0, np.nan),
+    }  # fmt: skip
+    assert len(found) == len(expected)
+    for place, row in expected.items():
+        np.testing.assert_allclose(found.loc[place], row)

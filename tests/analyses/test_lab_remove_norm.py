@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 
 from ln_probe.analyses.lab.language_model import remove_norm
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import TrainConfig, train
 from ln_probe.analyses.lab.transformer import LabConfig
 
 SIZE = remove_norm.Size(
     steps=14, batch=2, schedule=remove_norm.Schedule(2, 1, 1), valid_windows=2, contexts=2
 )  # 5 norms: over at step 12
-
-
-@pytest.fixture(scope="module")
-def start(prose: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained model of two layers."""
-    out = tmp_path_factory.mktemp("start") / "lm-tiny"
-    config = LabConfig(n_layers=2, d_model=16, n_heads=4, d_vocab=280, n_ctx=24)
-    train(TextTask([prose], 280, 24), config, TrainConfig(steps=30, batch=4), out, progress=False)
-    return out
 
 
 def test_each_stage_by_its_formula() -> None:
@@ -54,16 +40,17 @@ def test_each_stage_by_its_formula() -> None:
     assert int(made.batches) == batches_before, "a constant is no longer followed"
 
 
-def test_a_plain_model_computes_the_same(start: Path) -> None:
-    model = remove_norm.Start(start).build()
-    tokens = torch.randint(280, (2, 24), generator=torch.Generator().manual_seed(1))
-    model(tokens)
-    norms = remove_norm.replaceable_norms(model)
-    for norm in norms:
-        norm.stage.fill_(remove_norm.ONE_CONSTANT)
-    made = remove_norm.plain(model.eval())
-    torch.testing.assert_close(made(tokens), model(tokens))
-    assert {made.cfg.norm, made.cfg.norm_mlp, made.cfg.norm_final} == {"projection_only"}
-    norms[0].stage.fill_(remove_norm.TWO_CONSTANTS)
-    with pytest.raises(ValueError, match=r"\[1, 2\]"):
-        remove_norm.plain(model)
+def test_norms_go_one_by_one() -> None:
+    """Norms of MLPs first, then attention's, then the final one; their first positions join after all are gone."""
+    model = LabConfig(n_layers=2, d_model=8, n_heads=2, d_vocab=9, n_ctx=4).build()
+    for block in model.blocks:
+        block.ln1, block.ln2 = remove_norm.ReplaceableNorm(block.ln1), remove_norm.ReplaceableNorm(block.ln2)
+    model.ln_final = remove_norm.ReplaceableNorm(model.ln_final)
+    one, two = model.blocks
+    norms, schedule = remove_norm.replaceable_norms(model), remove_norm.Schedule(3, 4, 2)
+    assert norms == [one.ln2, two.ln2, one.ln1, two.ln1, model.ln_final]
+    assert schedule.replaced(5) == 23
+    for step in range(36):
+        schedule.set_stages(norms, step)
+        expected = [(step >= 3 + 4 * i) + (step >= 23 + 2 * i) for i in range(5)]
+        assert [int(norm.stage) for norm in norms] == expected, step

@@ -9,12 +9,10 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lab_models import is_interior
 from scipy import stats
 
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority.majority import MajorityTask
-from ln_probe.analyses.lab.majority.random_keys import HEAD, NORMAL, Cell, unselectable
 from ln_probe.analyses.lab.results import binomial_interval, paired_p, share_interval, summarize
 from ln_probe.analyses.lab.runs import planned
 from ln_probe.analyses.lab.train import TrainConfig
@@ -51,17 +49,6 @@ def test_a_seed_counts_once_and_missing_values_do_not() -> None:
     values = pd.DataFrame({"norm": ["a", "a"], "seed": [3, 3], "value": [1.0, 2.0]})
     with pytest.raises(ValueError, match=r"two values for \{'norm': 'a', 'seed': 3\}"):
         summarize(values, ["norm"])
-
-
-@pytest.mark.parametrize("space", [NORMAL, HEAD])
-def test_a_square_by_linear_programs(space: str) -> None:
-    cell = Cell(space, 16 if space == HEAD else 3, 3, 12, draws=6)
-    keys = cell.keys(seed=4)
-    assert keys.shape == (6, 12, 3)
-    verdicts = np.array([[is_interior(draw, i) for i in range(12)] for draw in keys])
-    assert unselectable(cell, 4) == (verdicts.any(1).mean(), pytest.approx(verdicts.mean()), 0.0)
-    assert 0 < verdicts.mean() < 1
-    assert not np.array_equal(keys, cell.keys(seed=5))
 
 
 def test_runs_are_planned_seed_by_seed(tmp_path: Path) -> None:
