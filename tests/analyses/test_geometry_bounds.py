@@ -1,17 +1,25 @@
-"""Margins against a cone program, attainable attention against a general solver's ascent."""
+"""Margins against a cone program, attainable attention against an ascent, queries that heads can make."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from architectures import cases
 from geometry_families import FAMILIES, TAU, Case, layernormed32, rms, unit
 from geometry_reference import attention, cone_program, margin, measured
+from small_models import norm_of
 
 import ln_probe
+from ln_probe.analyses.geometry import queries
+from ln_probe.analyses.geometry.decide import WEIGHT_GAP, solve_sets
+from ln_probe.analyses.geometry.keys import query_sets
+from ln_probe.hooks.attention import Heads, Rotary
 
 # What the references may lose to rounding, relative to the largest score.
 ROUNDING = 1e-9
@@ -142,3 +150,149 @@ def test_attention_is_bracketed(seeds: range, least: int) -> None:
             assert geometry.attainable_upper[i] - geometry.attainable[i] <= 0.01 + 1e-12
             sharp += upper - lower < 1e-3
     assert sharp > least  # brackets narrow enough to mean something, of some three a set
+
+
+def weights(keys, queries):
+    scores = queries @ keys.T
+    odds = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return odds / odds.sum(axis=1, keepdims=True)
+
+
+def test_axes_that_lack_directions_and_axes_of_no_length():
+    rng = np.random.default_rng(0)
+    keys, center, axis = rng.standard_normal((20, 4)), rng.standard_normal(4), rng.standard_normal((4, 1))
+    best = weights(keys, center + np.linspace(-1, 1, 20001)[:, None] @ axis.T).max(axis=0)
+    for axes in (axis, np.concatenate([axis, np.zeros((4, 2))], axis=1), axis @ np.array([[0.6, 0.8]])):
+        geometry = ln_probe.key_geometry(keys, query_set=(center, axes))
+        geometry.certify()
+        assert (np.abs(geometry.attainable - best) <= WEIGHT_GAP + 1e-6).all()
+        # A line of queries sees two coordinates of a key: its score in the middle of the line, and how it grows.
+        assert (geometry.verdict == ln_probe.key_geometry(keys @ axis, bias=keys @ center).verdict).all()
+    point = ln_probe.key_geometry(keys, query_set=(center, np.zeros((4, 0))))
+    np.testing.assert_allclose(point.attainable, weights(keys, center[None])[0], atol=1e-12)
+    np.testing.assert_allclose(point.attainable_upper, point.attainable, atol=1e-12)
+
+
+def test_an_unselectable_key_gets_at_most_half():
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((200, 4))
+    geometry = ln_probe.key_geometry(keys, query_set=100.0)
+    hidden = geometry.verdict == "unselectable"
+    assert hidden.sum() > 50
+    assert (geometry.attainable[hidden] <= 0.5).all()
+    assert (geometry.attainable[geometry.margin_lower > 10.0] > 0.98).all()
+
+
+def test_heavy_tailed_heads_are_certified():
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((256, 32)) * rng.lognormal(0, 1, (256, 1))
+    geometry = ln_probe.key_geometry(keys, query_set=3.0)  # scores up to some 100 nats
+    assert (geometry.attainable_upper - geometry.attainable <= WEIGHT_GAP + 1e-12).all()
+    geometry.certify()
+
+
+def test_attainable_at_is_the_query() -> None:
+    rng = np.random.default_rng(4)
+    keys = rng.standard_normal((3, 40, 5)) * rng.lognormal(size=(3, 40, 1))
+    center, axes = rng.standard_normal((3, 5)), rng.standard_normal((3, 5, 4))
+    geometry = ln_probe.key_geometry(keys, query_set=(center, axes))
+    assert (np.linalg.norm(geometry.attainable_at, axis=-1) <= 1 + 1e-12).all()
+    for b in range(3):
+        paid = weights(keys[b], center[b] + geometry.attainable_at[b] @ axes[b].T)
+        np.testing.assert_allclose(paid.diagonal(), geometry.attainable[b], rtol=1e-9)
+    alone = ln_probe.key_geometry(keys)
+    assert alone.attainable_at is None
+    assert np.isnan(alone.attainable).all()
+
+
+def test_attention_over_a_part_of_a_set_is_that_of_the_set_shrunk_about_its_center() -> None:
+    rng = np.random.default_rng(5)
+    keys, bias = rng.standard_normal((3, 30, 4)), rng.standard_normal((3, 30))
+    center, axes, radii = rng.standard_normal((3, 4)), rng.standard_normal((3, 4, 6)), np.array([0.1, 0.5, 1.0])
+    solved = solve_sets(keys, bias, query_sets((center, axes), 3, 4), radii)
+    shrunk = ln_probe.key_geometry(keys, bias=bias, query_set=(center, axes * radii[:, None, None]))
+    for b, one in enumerate(solved):
+        attention = one.answers.attention
+        assert (attention.upper - attention.lower <= WEIGHT_GAP).all()
+        assert (attention.lower <= shrunk.attainable_upper[b] + 1e-12).all()
+        assert (shrunk.attainable[b] <= attention.upper + 1e-12).all()
+
+
+D, D_HEAD = 12, 6
+
+
+def heads_of(seed: int, heads: int = 2) -> Heads:
+    draw = np.random.default_rng(seed).standard_normal
+    W_Q, W_K, b_Q, b_K = (torch.from_numpy(draw((heads, *s))) for s in ((D, D_HEAD), (D, D_HEAD), (D_HEAD,), (D_HEAD,)))
+    return Heads(0, W_Q, b_Q, W_K, b_K, 2.5, None, None, None)
+
+
+def rotary(positions: int) -> Rotary:
+    angles = torch.outer(torch.arange(float(positions)), torch.tensor([1.0, 0.3, 0.05])).repeat(1, 2).double()
+    return Rotary(angles.cos(), angles.sin(), False)
+
+
+def matrix_at(table: Rotary, position: int) -> np.ndarray:
+    """R with R q the query q at a position."""
+    eye = torch.eye(D_HEAD, dtype=torch.float64)[:, None]
+    return table(eye, torch.full((D_HEAD,), position))[:, 0].numpy().T
+
+
+@pytest.mark.parametrize("position", [None, 0, 5])
+def test_a_query_of_a_norm_output_is_in_the_ellipsoid(position: int | None) -> None:
+    site = norm_of(d_model=D, n_heads=1, n_ctx=64)
+    heads = heads_of(1)
+    if position is not None:
+        heads = replace(heads, rotary=rotary(8))
+    gain, bias = site.gain.double().numpy(), site.bias.double().numpy()
+    turn = np.eye(D_HEAD) if position is None else matrix_at(heads.rotary, position)
+    for _ in range(2):  # computed, and as it is known
+        center, axes = (part.numpy() for part in queries.query_ellipsoid(heads, site, position or 0))
+        wide = queries.query_directions(heads, site, position or 0)
+        assert axes.shape == wide[1].shape == (2, D_HEAD, D_HEAD)
+        for h in range(2):
+            W = heads.W_Q[h].numpy()
+            full = turn @ (W * gain[:, None]).T @ (np.eye(D) - 1 / D) / heads.divisor
+            middle = turn @ (bias @ W + heads.b_Q[h].numpy()) / heads.divisor
+            np.testing.assert_allclose(center[h], middle, atol=1e-9)
+            np.testing.assert_allclose(wide[0][h], middle, atol=1e-9)
+            np.testing.assert_allclose(axes[h] @ axes[h].T, D * full @ full.T, atol=1e-6)
+            np.testing.assert_allclose(wide[1][h] @ wide[1][h].T, full @ full.T, atol=1e-6)
+    other = queries.query_ellipsoid(heads, site, 3)[1].numpy()
+    assert np.allclose(other, axes) == (position is None)
+
+
+@pytest.mark.parametrize(("wide", "condition"), [(6, 1e2), (6, 1e9), (4, 1e2)])
+def test_the_inverse_of_axes(wide: int, condition: float) -> None:
+    rng = np.random.default_rng(2)
+    left, right = np.linalg.qr(rng.standard_normal((6, 6)))[0], np.linalg.qr(rng.standard_normal((wide, wide)))[0]
+    axes = np.stack([left[:, :wide] * np.geomspace(1.0, 1.0 / condition, wide) @ right, left[:, :wide] @ right])
+    inverse = queries.ReachableQueries(torch.zeros(2, 6), torch.from_numpy(axes)).inverse.numpy()
+    assert inverse.shape == (2, wide, 6)
+    for part, given in zip(inverse, axes, strict=True):
+        np.testing.assert_allclose(given @ part @ given, given, atol=1e-9)
+        np.testing.assert_allclose(
+            part, np.linalg.pinv(given, rcond=1e-15 * wide), rtol=1e-3, atol=1e-3 * np.abs(part).max()
+        )
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 5), (False, None)])
+def test_angles_of_many_rotated_queries(causal: bool, window: int | None) -> None:
+    count, site = 70, norm_of(d_model=D, n_heads=1, n_ctx=64)
+    heads = replace(heads_of(3), rotary=rotary(count), causal=causal, window=window)
+    q = torch.from_numpy(np.random.default_rng(4).standard_normal((count, 2, D_HEAD)))
+    got, gain = queries.angle_to_uniform(heads, site, q).numpy(), site.gain.double().numpy()
+    table = np.stack([matrix_at(heads.rotary, t) for t in range(count)])
+    expected = np.empty((count, 2))
+    for t in range(count):
+        seen = [j for j in range(count) if not causal or (j <= t and (window is None or j > t - window))]
+        for h in range(2):
+            v = gain * np.einsum("de,jfe,f->jd", heads.W_K[h].numpy(), table[seen], table[t] @ q[t, h].numpy())
+            cosine = np.abs(v.sum(1)) / np.linalg.norm(v, axis=1) / math.sqrt(D)
+            expected[t, h] = np.degrees(np.arccos(cosine)).mean()
+    np.testing.assert_allclose(got, expected, rtol=1e-7)
+    mean = queries.mean_angle(heads, site, q).numpy()
+    np.testing.assert_allclose(mean, expected[1 if causal else 0 :].mean(0), rtol=1e-7)
+    assert np.isnan(queries.mean_angle(heads, site, q[:1]).numpy()).all()
+    assert np.isfinite(queries.mean_angle(heads, site, q[:2]).numpy()).all()
+    assert np.isnan(queries.mean_angle(heads, replace(site, kind="rmsnorm"), q).numpy()).all()

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from lab_models import write_words
-from lab_runs import ran
+from lab_models import ran, write_words
 from scipy import stats
 
 from ln_probe.analyses.lab.approximation import approximation, relative, text_models

@@ -16,8 +16,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from lab_models import is_interior, write_words
-from lab_runs import ran
+from lab_models import is_interior, ran, write_words
 from safetensors.torch import load_file
 from scipy import stats
 

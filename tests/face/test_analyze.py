@@ -46,7 +46,7 @@ def test_layers_and_heads_are_a_selection_of_the_whole(gpt2: Any) -> None:
 
 
 def test_a_post_norm_model_is_measured_block_by_block() -> None:
-    """BERT: attention reads the norm of the block before. (Its columns: test_models_columns.py.)"""
+    """BERT: attention reads the norm of the block before. (Its columns: test_models_in_memory.py.)"""
     model, tokens = make_bridge("bert"), torch.arange(1, 25)[None]
     how: dict[str, Any] = {"probes": GEOMETRY, "progress": False}
     report = ln_probe.analyze(model, tokens, **how)
