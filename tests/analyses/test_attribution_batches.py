@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ln_probe.analyses.attribution import Features, attribute_logits, attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
-from ln_probe.hooks import find_norms, linearized
+from ln_probe.hooks import find_norms
 
 TOKENS = torch.arange(1, 11)
 pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")]
@@ -62,37 +61,6 @@ def test_positions_targets_and_components() -> None:
     assert every.components[0].name in every._repr_html_()
     _, cache = model.run_with_cache(batch)
     assert torch.allclose(attribute_logits(model, cache, target=3).check().values, every.values, atol=2e-6)
-
-
-def test_features_of_scores() -> None:
-    model = make_bridge("gpt2", torch.float64)
-    name = "blocks.1.hook_resid_pre"
-    _, cache = model.run_with_cache(TOKENS[None])
-    features = replace(Features.of(Dictionary(name), cache), top=50)
-    plain = attribute_scores(model, TOKENS, 1, 2, 7, 3, against=5).check()
-    found = attribute_scores(model, TOKENS, 1, 2, 7, 3, against=5, features=features).check()
-    assert found.total == pytest.approx(plain.total, abs=1e-10)
-    assert found.pairs.to_numpy().sum() == pytest.approx(found.total, abs=1e-10)
-    sigmas, point = linearized.sigmas(model, TOKENS), "blocks.1.attn.hook_attn_scores"
-    rows = found.table[(found.table["kind"] == "feature") & (found.table["index"] >= 0)]
-    for side, places in (("key", (3, 5)), ("query", (7,))):
-        of_side = rows[rows["side"] == side]
-        assert len(of_side) == 50
-        for row in of_side.to_dict("records"):
-            i = row["index"]
-
-            def drop(x: Tensor, hook: Any, i: int = i, places: tuple[int, ...] = places) -> Tensor:
-                x = x.clone()
-                for p in places:
-                    x[0, p] -= features.activations[0, p, i] * features.directions[i]
-                return x
-
-            seen: list[Tensor] = []
-            hooks = [(name, drop), (point, lambda s, hook, seen=seen: seen.append(s.detach()))]
-            with torch.no_grad(), linearized(model, sigma=sigmas):
-                model.run_with_hooks(TOKENS[None], fwd_hooks=hooks)
-            edited = float(seen[0][0, 2, 7, 3] - seen[0][0, 2, 7, 5])
-            assert found.own - edited == pytest.approx(row["contribution"], abs=1e-7)
 
 
 class OfNormalizedInputs(Dictionary):

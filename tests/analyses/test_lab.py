@@ -44,7 +44,10 @@ def test_norms_by_definition(kind: str, radius: float | None, seed: int) -> None
         expected = kept / norm.divisor
         mean_length = kept.norm(dim=-1).mean()  # calibrated: of the others' length on average
         assert float(mean_length / norm.divisor) == pytest.approx(r, rel=1e-9)
+    seen: list[torch.Tensor] = []
+    norm.hook_scale.add_hook(lambda scale, hook: seen.append(scale))
     torch.testing.assert_close(norm(x), expected, rtol=1e-10, atol=1e-12)
+    assert seen[0].shape == (5, 1)
 
 
 def test_layernorm_is_torchs() -> None:

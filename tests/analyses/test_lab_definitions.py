@@ -16,14 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from lab_models import by_definition
 
-from ln_probe.analyses.lab.approximation import relative
 from ln_probe.analyses.lab.approximation import relative as targets
 from ln_probe.analyses.lab.approximation.text_models import RelativeTextConfig
-from ln_probe.analyses.lab.counting import counting, saturated_states, tasks, traces
+from ln_probe.analyses.lab.counting import counting, tasks, traces
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
 from ln_probe.analyses.lab.crasp.read_back import read_back
@@ -75,78 +71,6 @@ def test_what_is_refused(number: int, tmp_path: Path, prose: Path) -> None:
         call(tmp_path, prose)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
-def test_training_is_torchs(schedule: str, optimizer: str, tmp_path: Path, prose: Path) -> None:
-    """The same weights by torch's optimizer, a rate by formula, clipping by hand and decay of matrices alone."""
-    task = TextTask([prose], 280, 8)
-    config: Any = replace(
-        SHORT, steps=6, seed=3, lr=0.02, lr_end=0.004, warmup=2, weight_decay=0.3, clip=0.4, optimizer=optimizer,
-        schedule=schedule, decay_steps=None if schedule == "cosine" else 8,
-    )  # fmt: skip
-    trained = train(task, SHAPE, config, tmp_path / "run", progress=False)
-    torch.manual_seed(3)
-    model = SHAPE.build()
-    parameters = list(model.parameters())
-    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optimizer]
-    decayed = [{"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in parameters]
-    steps = kind(decayed, betas=(0.9, 0.98))
-    losses = []
-    for step in range(6):
-        part = (step - 2) / ((config.decay_steps or 6) - 2)
-        falling = {"cosine": (1 + math.cos(math.pi * part)) / 2, "linear": 1 - part, "constant": 1.0}[schedule]
-        for group in steps.param_groups:
-            group["lr"] = 0.02 * (step + 1) / 2 if step < 2 else 0.004 + 0.016 * falling
-        loss = model(task.batch(step, 2, 3), return_type="loss")
-        losses.append(loss.item())
-        steps.zero_grad()
-        loss.backward()
-        norm = float(torch.cat([p.grad.flatten() for p in parameters]).norm())
-        for parameter in parameters:
-            parameter.grad *= min(1.0, 0.4 / (norm + 1e-6))
-        steps.step()
-    for (name, ours), theirs in zip(trained.named_parameters(), parameters, strict=True):
-        if not name.endswith("b_K"):  # whose gradient is rounding alone: softmax does not see it
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["train_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
-    assert last["step"] == 6
-
-
-def test_weights_start_as_torchs_or_gpt2s() -> None:
-    torch.manual_seed(0)
-    shape: Any = {"n_layers": 2, "d_model": 64, "n_heads": 4, "d_vocab": 500, "n_ctx": 300, "tied": False}
-    model = LabConfig(**shape, embed_std=0.3).build()
-    block = model.blocks[1]
-    wide = {model.embed.W_E: 0.3, model.pos_embed.W_pos: 0.02, block.attn.W_Q: 0.02, model.W_U: 0.02}
-    for weight, std in (wide | {block.attn.W_O: 0.01, block.mlp.W_out: 0.01, block.mlp.W_in: 0.02}).items():
-        assert float(weight.std()) == pytest.approx(std, rel=0.05)
-    assert not any(parameter.any() for name, parameter in model.named_parameters() if ".b_" in name)
-    model = LabConfig(**shape, init="torch").build()
-    attention, linear = torch.nn.MultiheadAttention(64, 4), torch.nn.Linear
-    block = model.blocks[0]
-    bounds = {
-        block.attn.W_Q: attention.in_proj_weight, block.attn.W_V: attention.in_proj_weight,
-        block.attn.W_O: attention.out_proj.weight, block.mlp.W_in: linear(64, 256).weight,
-        block.mlp.b_in: linear(64, 256).bias, block.mlp.W_out: linear(256, 64).weight,
-        block.mlp.b_out: linear(256, 64).bias, model.W_U: linear(64, 500).weight, model.b_U: linear(64, 500).bias,
-    }  # fmt: skip
-    for ours, theirs in bounds.items():
-        assert float(ours.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=0.08)
-        assert float(ours.mean()) == pytest.approx(0, abs=0.2 * float(ours.abs().max()))
-    for table in (model.embed.W_E, model.pos_embed.W_pos):
-        assert float(table.std()) == pytest.approx(1, rel=0.05)
-
-
-def test_positions_by_formula() -> None:
-    table = sinusoidal_table(20, 7)
-    expected = [[(math.sin, math.cos)[i % 2](t / 10_000 ** (i // 2 * 2 / 7)) for i in range(7)] for t in range(20)]
-    torch.testing.assert_close(table, torch.tensor(expected), atol=1e-5, rtol=0)
-    assert alibi_slopes(4).tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
-    names = {p: replace(SHAPE, positions=p).positional_embedding_type for p in ("learned", "none", "rotary", "alibi")}
-    assert names == {"learned": "standard", "none": "standard", "rotary": "rotary", "alibi": "alibi"}
-
-
 def test_taggers_by_definition() -> None:
     model = counting.TransformerSpec(2, 2, "layernorm", 12).build()
     words = torch.randint(2, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -160,31 +84,6 @@ def test_taggers_by_definition() -> None:
     torch.testing.assert_close(plus(words), plus.out(1 / (1 + (-plus.plus(x)).exp())))
     assert [layer.window for layer in twice.layers] == [2, 1]
     torch.testing.assert_close(twice(words), twice.out(twice.layers[1](twice.layers[0](twice.embed(words)))))
-
-
-def test_states_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A counter has n + 1 states after n letters: growth is measured below the cap alone."""
-    monkeypatch.setattr(saturated_states, "CAP", 10)
-    W = np.zeros((4, 2))
-    W[2] = 1, -1
-    layer = saturated_states.SaturatedLayer("lstm", W, np.zeros((4, 1)), np.array([1.0, 1, 0, 1]))
-    counts, settled = saturated_states.reachable([layer], 20)
-    np.testing.assert_array_equal(counts, np.minimum(np.arange(2, 22), 10))
-    assert not settled
-    lengths = np.arange(2, 9)
-    slope = np.polyfit(np.log(lengths), np.log(lengths + 1), 1)[0]
-    assert saturated_states.exponent(counts, settled) == pytest.approx(slope)
-    far = np.array([[0, 2**40], [2**40, -(2**40)], [0, 2**40], [1, 0]])
-    assert sorted(map(tuple, saturated_states.distinct(far).tolist())) == sorted({*map(tuple, far.tolist())})
-
-
-@pytest.mark.parametrize("kernel", ["log", "linear", "t5"])
-def test_lags_by_formula(kernel: str) -> None:
-    features = relative.lag_features(kernel, 300).tolist()
-    for z in range(300):
-        beyond = 16 * math.log(min(max(z, 16), 128) / 16) / math.log(8)
-        phi = {"log": -math.log(z) if z else -math.inf, "linear": -z, "t5": -min(z, 16) - beyond}[kernel]
-        assert features[z] == pytest.approx(phi), z
 
 
 def test_runs_that_cannot_go_on(tmp_path: Path, prose: Path) -> None:
@@ -440,29 +339,6 @@ def random_inputs(size: int, length: int = targets.LENGTH, seed: int = 0) -> tor
     return 2.0 * torch.randint(2, (size, length), generator=torch.Generator().manual_seed(seed)).double() - 1
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    kernel=st.sampled_from(("log", "linear", "t5", "table")),
-    dot_product=st.booleans(),
-    norm=st.sampled_from(NORM_KINDS),
-    order=st.sampled_from(("pre", "post")),
-    heads=st.integers(1, 4),
-    width=st.integers(0, 5),
-    seed=st.integers(0, 99),
-)
-def test_the_model_is_its_definition(
-    kernel: str, dot_product: bool, norm: str, order: str, heads: int, width: int, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    model = targets.RelativeConfig(20, heads, width, kernel, dot_product, norm, order).build().double()
-    if kernel == "table":
-        torch.nn.init.normal_(model.bias)
-    x = random_inputs(6, 20, seed)
-    with calibrate(model):
-        model(x)
-    torch.testing.assert_close(model(x), by_definition(model, x), rtol=1e-10, atol=1e-10)
-
-
 def test_targets_by_hand() -> None:
     x = random_inputs(3)
     s = np.arange(1, targets.LENGTH + 1)
@@ -536,3 +412,95 @@ def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
         assert float((model(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-10
         torch.testing.assert_close(model(x[:16]), by_definition(model, x[:16]), rtol=0, atol=1e-10)
         assert 1e-10 < float((adaptive_by_hand(1e-2)(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-2
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+def test_training_is_torchs(schedule: str, optimizer: str, tmp_path: Path, prose: Path) -> None:
+    """The same weights by torch's optimizer, a rate by formula, clipping by hand and decay of matrices alone."""
+    task = TextTask([prose], 280, 8)
+    config: Any = replace(
+        SHORT, steps=6, seed=3, lr=0.02, lr_end=0.004, warmup=2, weight_decay=0.3, clip=0.4, optimizer=optimizer,
+        schedule=schedule, decay_steps=None if schedule == "cosine" else 8,
+    )  # fmt: skip
+    trained = train(task, SHAPE, config, tmp_path / "run", progress=False)
+    torch.manual_seed(3)
+    model = SHAPE.build()
+    parameters = list(model.parameters())
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optimizer]
+    decayed = [{"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in parameters]
+    steps = kind(decayed, betas=(0.9, 0.98))
+    losses = []
+    for step in range(6):
+        part = (step - 2) / ((config.decay_steps or 6) - 2)
+        falling = {"cosine": (1 + math.cos(math.pi * part)) / 2, "linear": 1 - part, "constant": 1.0}[schedule]
+        for group in steps.param_groups:
+            group["lr"] = 0.02 * (step + 1) / 2 if step < 2 else 0.004 + 0.016 * falling
+        loss = model(task.batch(step, 2, 3), return_type="loss")
+        losses.append(loss.item())
+        steps.zero_grad()
+        loss.backward()
+        norm = float(torch.cat([p.grad.flatten() for p in parameters]).norm())
+        for parameter in parameters:
+            parameter.grad *= min(1.0, 0.4 / (norm + 1e-6))
+        steps.step()
+    for (name, ours), theirs in zip(trained.named_parameters(), parameters, strict=True):
+        if not name.endswith("b_K"):  # whose gradient is rounding alone: softmax does not see it
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["train_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert last["step"] == 6
+
+
+def test_positions_by_formula() -> None:
+    """Rotary: coordinates j and j + d_head/2 are turned by the position over 10000^(2j/d_head) (Su et al. 2021)."""
+    model = replace(SHAPE, positions="rotary", d_head=6).build().double()
+    _, cache = model.run_with_cache(torch.randint(280, (1, 8)))
+    turned = []
+    for letter in "qk":
+        x = cache[f"blocks.0.attn.hook_{letter}"][0]
+        angle = torch.arange(8.0).double()[:, None] / 10_000 ** (torch.arange(3) / 3)
+        turned.append(torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones(8, 1, 3).double(), angle[:, None]))
+    scores = torch.einsum("qhj,khj->hqk", turned[0], turned[1].conj()).real / math.sqrt(6)
+    expected = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf).softmax(-1)
+    torch.testing.assert_close(cache["blocks.0.attn.hook_pattern"][0], expected)
+    table = sinusoidal_table(20, 7)
+    expected = [[(math.sin, math.cos)[i % 2](t / 10_000 ** (i // 2 * 2 / 7)) for i in range(7)] for t in range(20)]
+    torch.testing.assert_close(table, torch.tensor(expected), atol=1e-5, rtol=0)
+    assert alibi_slopes(4).tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
+    names = {p: replace(SHAPE, positions=p).positional_embedding_type for p in ("learned", "none", "rotary", "alibi")}
+    assert names == {"learned": "standard", "none": "standard", "rotary": "rotary", "alibi": "alibi"}
+
+
+@pytest.mark.parametrize("kernel", ["log", "linear", "t5"])
+def test_lags_by_formula(kernel: str) -> None:
+    features = targets.lag_features(kernel, 300).tolist()
+    for z in range(300):
+        beyond = 16 * math.log(min(max(z, 16), 128) / 16) / math.log(8)
+        phi = {"log": -math.log(z) if z else -math.inf, "linear": -z, "t5": -min(z, 16) - beyond}[kernel]
+        assert features[z] == pytest.approx(phi), z
+
+
+def test_weights_start_as_torchs_or_gpt2s() -> None:
+    torch.manual_seed(0)
+    shape: Any = {"n_layers": 2, "d_model": 64, "n_heads": 4, "d_vocab": 500, "n_ctx": 300, "tied": False}
+    model = LabConfig(**shape, embed_std=0.3).build()
+    block = model.blocks[1]
+    wide = {model.embed.W_E: 0.3, model.pos_embed.W_pos: 0.02, block.attn.W_Q: 0.02, model.W_U: 0.02}
+    for weight, std in (wide | {block.attn.W_O: 0.01, block.mlp.W_out: 0.01, block.mlp.W_in: 0.02}).items():
+        assert weight.std().item() == pytest.approx(std, rel=0.05)
+    assert not any(parameter.any() for name, parameter in model.named_parameters() if ".b_" in name)
+    model = LabConfig(**shape, init="torch").build()
+    attention, linear = torch.nn.MultiheadAttention(64, 4), torch.nn.Linear
+    block = model.blocks[0]
+    bounds = {
+        block.attn.W_Q: attention.in_proj_weight, block.attn.W_V: attention.in_proj_weight,
+        block.attn.W_O: attention.out_proj.weight, block.mlp.W_in: linear(64, 256).weight,
+        block.mlp.b_in: linear(64, 256).bias, block.mlp.W_out: linear(256, 64).weight,
+        block.mlp.b_out: linear(256, 64).bias, model.W_U: linear(64, 500).weight, model.b_U: linear(64, 500).bias,
+    }  # fmt: skip
+    for ours, theirs in bounds.items():
+        assert float(ours.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=0.08)
+        assert float(ours.mean()) == pytest.approx(0, abs=0.2 * float(ours.abs().max()))
+    for table in (model.embed.W_E, model.pos_embed.W_pos):
+        assert float(table.std()) == pytest.approx(1, rel=0.05)

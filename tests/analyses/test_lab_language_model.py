@@ -207,11 +207,6 @@ def test_sentences_are_whole_short_and_of_the_held_out_text(prose_in_sentences: 
     assert max(map(len, sentences(long, 9))) <= LONGEST
 
 
-REMOVING = remove_norm.Size(
-    steps=14, batch=2, schedule=remove_norm.Schedule(2, 1, 1), valid_windows=2, contexts=2
-)  # 5 norms: over at step 12
-
-
 def test_each_stage_by_its_formula() -> None:
     torch.manual_seed(0)
     norm = Norm("layernorm", 8)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,8 @@ from ln_probe.analyses.lab import runs as laboratory
 from ln_probe.analyses.lab import text_task
 from ln_probe.analyses.lab.approximation import approximation, relative, text_models
 from ln_probe.analyses.lab.counting import counting, tasks
-from ln_probe.analyses.lab.crasp import depth
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Request
 from ln_probe.analyses.lab.language_model import encoder, published, remove_norm, two_by_two
-from ln_probe.analyses.lab.majority import majority
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import Results
 from ln_probe.analyses.lab.runs import Run
@@ -152,38 +147,6 @@ def by_flips(model: Any, length: int) -> tuple[float, np.ndarray]:
     return float(model(base)) + weights.sum(), weights
 
 
-@torch.no_grad()
-def squared_error(run: Run) -> dict[str, float]:
-    """Over a sample; of an affine model by flipping each input alone."""
-    target, length = str(run.keys["target"]), relative.LENGTH
-    model = trained(run).double()
-    x = 2.0 * torch.randint(2, (approximation.EVALUATION_INPUTS, length), generator=step_generator(10_000, 0)) - 1
-    if target == "adaptive":
-        x[:, [999, 98, 47]] = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=3)) * (len(x) // 8))
-    lag = length - np.arange(1, length + 1.0)
-    weights = {
-        "4a": np.where(lag > 0, np.maximum(lag, 0.5) ** -0.5, 0), "4b": np.exp(-5 * lag),
-        "2b": np.isin(length - lag, (48, 56, 99)).astype(float),
-    }  # fmt: skip
-    if target in ("4a", "4b") and run.keys["norm"] == "none" and not run.keys["width"]:
-        constant, slopes = by_flips(model, length)
-        mse = constant**2 + ((slopes - weights[target]) ** 2).sum()
-    else:
-        wanted = x.numpy() @ weights[target] if target in weights else relative.evaluate(target, x).numpy()
-        mse = float(((model(x.double()).numpy() - wanted) ** 2).mean())
-    best = float((weights[target] ** 2).sum()) if target in weights else relative.variance(target)
-    return {"mse": mse, "relative_mse": mse / best}
-
-
-@pytest.mark.parametrize("experiment", ["approximation", "adaptive_memory"])
-def test_approximation(experiment: str, tiny: Tiny) -> None:
-    results, runs = tiny(experiment, approximation, EVALUATION_INPUTS=64)
-    assert_reported(results.tables["errors"], runs, squared_error)
-    summary = results.summary
-    free = summary[(summary["measure"] == "mse") & (summary["norm"] == "none")]
-    assert (free["optimum"].dropna() <= free.loc[free["optimum"].notna(), "mean"] + 0.1).all()
-
-
 def test_longer_inputs(tiny: Tiny) -> None:
     results, runs = tiny("longer_inputs", approximation, LENGTHS=(1000, 1250))
     errors = results.tables["errors"].set_index(["target", "kernel", "heads", "seed", "length", "measure"])["value"]
@@ -204,32 +167,6 @@ def test_approximation_text(tiny: Tiny) -> None:
     windows = held_out(runs[0].task, 64)  # type: ignore[arg-type]
     assert len(runs) == 5 * len(SEEDS)
     assert_reported(results.tables["losses"], runs, lambda run: {"valid_loss": next_token_loss(trained(run), windows)})
-
-
-def exact_match(run: Run) -> dict[str, float]:
-    """The share of words whose every letter is tagged right, letter by letter."""
-    shares, model = {}, trained(run)
-    for low, high in depth.BINS:
-        words, labels = depth.sample_block_words(
-            int(run.keys["k"]), (low, high), run.task.words, step_generator(10_000, low)
-        )
-        answers = model(words)[..., :2].argmax(-1)
-        right = [
-            all(answers[i, t] == label for t, label in enumerate(row) if label >= 0)
-            for i, row in enumerate(labels.tolist())
-        ]
-        shares[f"exact_match_{low}_{high}"] = float(np.mean(right))
-    return shares
-
-
-@pytest.mark.parametrize("experiment", ["depth", "depth_deep"])
-def test_depth(experiment: str, tiny: Tiny) -> None:
-    results, runs = tiny(
-        experiment, depth, keep=lambda keys: keys["norm"] == "layernorm" and keys["depth"] in (1, 4),
-        schedule={"steps": 20, "batch": 32}, TRAIN_LENGTHS=(6, 8), EVALUATION_WORDS=40,
-        BINS=((6, 8), (9, 10), (11, 12)), request={"quick": False} if experiment == "depth" else {},
-    )  # fmt: skip
-    assert_reported(results.tables["exact_match"], runs, exact_match)
 
 
 def tagging(run: Run) -> dict[str, float]:
@@ -273,27 +210,6 @@ def test_counting(tiny: Tiny) -> None:
     assert {"lengths", "norms_over_lengths", "exact"} == {*results.figures}
 
 
-def anbk(run: Run) -> dict[str, float]:
-    """Tags of a^n b^2n by their definition: 1 from n/2 b's on, and as an absolute value to 3n/2."""
-    model, shares = trained(run), {}
-    for name, lengths in (("tags right, n 2 to 298", (2, 18, 34)), ("tags right, n 310 to 318", (42, 44))):
-        right = []
-        for n in lengths:
-            answers = model(torch.tensor([[0] * n + [1] * (2 * n)])).argmax(-1)[0].tolist()
-            ends = 3 * n // 2 if run.keys["form"] == "absolute value" else 2 * n
-            right.append([said == (n // 2 < t - n + 1 <= ends) for t, said in enumerate(answers)])
-        shares[name] = float(np.mean(list(itertools.chain(*right))))
-    return shares | {"words right, n 310 to 318": float(np.mean([all(word) for word in right]))}
-
-
-def test_anbk(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "ANBK_TRAINED", torch.arange(2, 40, 2))
-    monkeypatch.setattr(tasks, "ANBK_TESTED", torch.arange(42, 46, 2))
-    results, runs = tiny("anbk", counting, schedule={"steps": 40, "evaluate_every": 20, "warmup": 0})
-    assert len(results.tables["values"]) == len(runs) * 2 * 3
-    assert_reported(results.tables["values"], runs, anbk)
-
-
 @pytest.mark.usefixtures("small_words")
 def test_counting_traces(tiny: Tiny) -> None:
     """States by torch's kernels on every prefix; lines through phases by scipy."""
@@ -326,89 +242,7 @@ def test_counting_traces(tiny: Tiny) -> None:
         assert row["counts"] == (row["dimensions_counting"] > 0 and max(row["off_before"], row["off_in"]) <= 0.5)
 
 
-def test_majority(tiny: Tiny) -> None:
-    """Losses, accuracies and angles of whole sequences; the first loss is that of the first batch and weights."""
-    size = majority.MajoritySize(classes=6, length=12, margin=2, examples=300)
-    results, runs = tiny(
-        "majority", majority, SIZES={8: size, 3: size}, request={"quick": False}, STEPS_SHOWN=(1, 3),
-        schedule={"evaluate_at": (1,), "batch": 20},
-    )  # fmt: skip
-    assert len(runs) == 13 * len(SEEDS)
-
-    def angles(model: Any) -> np.ndarray:
-        block = model.blocks[0]
-        keys = (block.ln1(model.embed.W_E) @ block.attn.W_Q[0] @ block.attn.W_K[0].T).double()
-        return np.degrees(np.arccos((keys.sum(-1) / keys.norm(dim=-1) / math.sqrt(keys.shape[1])).abs().numpy()))
-
-    def of_examples(model: Any, bags: majority.Bags) -> tuple[float, float, np.ndarray]:
-        counts = bags.counts[bags.chosen]
-        tokens = torch.tensor([np.repeat(np.arange(6), row).tolist() for row in counts])
-        labels = torch.tensor([[int(row.argmax())] * 12 for row in counts])
-        logits = model(tokens).flatten(0, 1)
-        loss = float(F.cross_entropy(logits, labels.flatten()))
-        return loss, float((logits.argmax(-1) == labels.flatten()).double().mean()), counts.sum(0)
-
-    @torch.no_grad()
-    def at_the_end(run: Run) -> dict[str, float]:
-        model = trained(run)
-        loss, accuracy, counts = of_examples(model, run.task.data[1])  # type: ignore[attr-defined]
-        share = counts / counts.sum()
-        return {"test_loss": loss, "test_accuracy": accuracy, "angle_deg": float(angles(model) @ share)}
-
-    curves = results.tables["curves"]
-    assert_reported(curves, runs, at_the_end)
-    named = curves.set_index(["d", "norm", "radius", "seed", "step", "measure"])["value"]
-    for run in runs:
-        model = trained(run, 0)
-        place = (*run.keys.values(), run.seed)
-        with torch.no_grad():
-            assert named[(*place, 0, "angle_deg")] == pytest.approx(angles(model).mean(), rel=1e-4)
-            first = of_examples(model, run.task.batch(0, 20, run.seed))[0]
-        assert named[(*place, 1, "train_loss")] == pytest.approx(first, rel=1e-4)
-
-
 TEXT = published.Size(d_vocab=280, n_ctx=16, batch=2, steps=4, valid_windows=5, sentences=2, measured_at=(0, 0.5))
-
-
-@pytest.mark.parametrize("experiment", ["language_model", "language_model_full"])
-def test_language_model(experiment: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses by plain softmax; shares of keys by linear programs."""
-    full = experiment == "language_model_full"
-    monkeypatch.setattr(text_task, "LONGEST", 16)
-    if full:
-        monkeypatch.setattr(text_task, "LARGE_VOCABULARY", 280)
-    sizes = {"FULL_TINY": replace(TEXT, sentences=0), "GPT2_VOCABULARY": 280} if full else {"TINY": TEXT}
-    schedule = {"steps": 4, "save_at": (0, 2), "evaluate_every": 2}
-    results, runs = tiny(experiment, published, CONTEXTS=2, schedule=schedule, **sizes)
-    text = runs[0].task
-    windows = held_out(text, 5)
-    assert len(runs) == (2 if full else 3) * len(SEEDS)
-    assert_reported(results.tables["curves"], runs, lambda run: {"valid_loss": next_token_loss(trained(run), windows)})
-    parts = {"training": vars(runs[0].training), "model": runs[0].spec.to_dict(), "data": text.identity}
-    for part, ours in parts.items():
-        shared = {k: v for k, v in ours.items() if k not in ("seed", "norm", "divisor")}
-        assert results.settings[part] == shared
-    seeds = results.tables["seeds"]
-    steps = {*seeds["step"]}
-    assert steps == {0, 2, 4}
-    keyed = seeds.set_index(["norm", "divisor", "seed", "step", "layer", "space", "measure"])["value"]
-    assert keyed.index.is_unique
-    shares = len(runs) * 4 * 3 * 2 * (3 if full else 4)  # layers, spaces, measures; steps, and sentences once
-    assert (seeds["layer"] >= 0).sum() == shares
-    run = next(run for run in runs if run.keys["norm"] == "projection_only" and run.seed == 1)
-    for step in (2, 4):
-        model = trained(run, step)
-        _, cache = model.run_with_cache(held_out(text, 2))
-        heads = cache["blocks.1.attn.hook_k"].transpose(1, 2).flatten(0, 1)
-        spaces = {"before the norm": cache["blocks.1.hook_resid_pre"], "head": heads}
-        for space, keys in spaces.items():
-            place = (*run.keys.values(), 1, step, 1, space, "unselectable_fraction")
-            assert keyed[place] == pytest.approx(interior_share(keys), abs=1e-9)
-    if not full:
-        ones = text_task.sentences(text, 2)
-        each = [trained(run).run_with_cache(one[None])[1]["blocks.0.attn.hook_k"][0].transpose(0, 1) for one in ones]
-        place = (*run.keys.values(), 1, 4, 0, "head, sentences", "unselectable_fraction")
-        assert keyed[place] == pytest.approx(np.mean([interior_share(keys) for keys in each]), abs=1e-9)
 
 
 def test_encoder(tiny: Tiny, books: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,38 +377,3 @@ def test_remove_norm(tmp_path: Path, books: tuple[Path, Path]) -> None:
         }  # fmt: skip
         for measure, value in expected.items():
             assert values[kind, 1, measure] == pytest.approx(value, rel=2e-4, abs=1e-9), measure
-
-
-class OneWorker(ThreadPoolExecutor):
-    """A pool of processes as far as an experiment is concerned, without the seconds that they take to start."""
-
-    def __init__(self, jobs: int, mp_context: Any, initializer: Any, initargs: tuple[int]) -> None:
-        super().__init__(1)
-        assert initargs[0] >= 1
-
-
-def test_side_by_side(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Runs in other processes give the same; one that diverges is named, and counted as a miss."""
-    monkeypatch.setattr(laboratory, "ProcessPoolExecutor", OneWorker)
-    options = {
-        "keep": lambda keys: keys["norm"] in ("layernorm", "none"), "TRAIN_LENGTHS": (6, 8),
-        "BINS": ((6, 8), (9, 10), (11, 12)),
-    }  # fmt: skip
-    results, runs = tiny("depth", depth, **options, request={"jobs": 2})
-    assert not results.diverged
-    rerun, _ = tiny("depth", depth, **options, request={"progress": True})
-    assert f"[2/{len(runs)}] {runs[1].name}" in capsys.readouterr().err
-    pd.testing.assert_frame_equal(rerun.summary, results.summary)
-    wild = {"schedule": {"lr": 1e30, "clip": 0.0, "steps": 6}}
-    (tmp_path / "out").rename(tmp_path / "before")
-    results, runs = tiny("depth", depth, **options, **wild, seeds=(0,))
-    assert results.diverged
-    hits = results.tables["hits"]
-    assert len(hits) == len(runs)
-    assert (hits["seeds"] == 1).all()
-    lost = [run for run in runs if not run.finished]
-    assert [message.startswith(run.name) for run, message in zip(lost, results.diverged, strict=True)] == [True] * len(
-        lost
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ln_probe.analyses.lab.crasp import compiler
-from ln_probe.analyses.lab.crasp import read_back as reading
 from ln_probe.analyses.lab.crasp.compiler import PROGRAMS
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
 from ln_probe.analyses.lab.crasp.read_back import read_back
 from ln_probe.analyses.lab.crasp.temporal import formula_of, parse_formula, program_of
 from ln_probe.analyses.lab.crasp.weights import CompiledProgram, compile_program
 from ln_probe.analyses.lab.norms import SCALES
-from ln_probe.analyses.lab.transformer import LabTransformer
 
 WORDS = st.text(ALPHABET, min_size=1, max_size=7)
 
@@ -86,9 +83,6 @@ def test_what_is_refused(call: Callable[[str], Any], source: str, line: int, col
         call(source)
     assert said in str(raised.value)
     assert (raised.value.line, raised.value.column) == (line, column)
-
-
-FIRST_WRONG_WITH_ALIBI = 13  # the n from which on a^n b^(n-1) has no majority of a's
 
 
 def truth(compiled: CompiledProgram, words: list[Any]) -> np.ndarray:
@@ -156,58 +150,6 @@ def test_a_comparison_that_is_counted_needs_scaling() -> None:
     assert max(share_right("none"), share_right("projection_only"), share_right("layernorm", eps=1e-2)) < 1
     layers = [compile_program(parse(compiler.gate_program(depth))).model.cfg.n_layers for depth in (1, 2, 3)]
     assert layers == [1, 2, 3]
-
-
-def test_positions_in_a_compiled_program() -> None:
-    """Its queries are 0, so rotary positions turn nothing. ALiBi adds to every score, and counts are discounted."""
-
-    def with_positions(compiled: CompiledProgram, positions: Any) -> CompiledProgram:
-        old = compiled.model
-        size = old.cfg.d_head + old.cfg.d_head % 2  # rotary positions turn pairs
-        model = LabTransformer(replace(old.cfg, positions=positions, d_head=size)).double()
-        weights = {name: torch.zeros_like(model.state_dict()[name]) for name in old.state_dict()}
-        for name, own in old.state_dict().items():
-            weights[name][tuple(slice(n) for n in own.shape)] = own
-        model.load_state_dict(weights)
-        return replace(compiled, model=model.eval())
-
-    for name in ("majority", "Dyck-1", "last block of L5"):
-        plain = compile_program(parse(PROGRAMS[name][0]), n_ctx=64)
-        words = compiler.random_words(plain.alphabet, 40, 9, torch.Generator().manual_seed(0))
-        assert np.array_equal(with_positions(plain, "rotary").run(words), truth(plain, words)), name
-    biased = with_positions(compile_program(parse(compiler.MAJORITY), n_ctx=64), "alibi")
-    right = [bool(biased.run([n * "a" + (n - 1) * "b"])[0, -1]) for n in range(2, 31)]
-    assert right == [n < FIRST_WRONG_WITH_ALIBI for n in range(2, 31)]
-
-
-@pytest.mark.parametrize(("source", "options", "error", "word"), [
-    ("n := #[Q_a] + 1", {}, CRaspError, "count"),
-    ("x := 2147483647 * #[Q_a] > 2147483646 * #[Q_b]", {"n_ctx": 10**6}, CRaspError, "float64"),
-    (compiler.MAJORITY, {"norm": "batchnorm"}, ValueError, "batchnorm"),
-    (compiler.MAJORITY, {"n_ctx": 1}, ValueError, "n_ctx"),
-    (compiler.MAJORITY, {"alphabet": "aba"}, ValueError, "alphabet"),
-    ("x := #[true] > 1", {}, ValueError, "alphabet"),
-])  # fmt: skip
-def test_what_is_not_compiled(source: str, options: dict[str, Any], error: type[Exception], word: str) -> None:
-    with pytest.raises(error, match=word):
-        compile_program(parse(source), **options)
-
-
-def test_what_cannot_be_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    majority = parse(PROGRAMS["majority"][0])
-    with pytest.raises(ValueError, match="scale"):
-        read_back(compile_program(majority, "none", n_ctx=8))
-    altered = compile_program(majority, n_ctx=8)
-    altered.model.blocks[0].attn.W_Q.data.fill_(1.0)
-    with pytest.raises(ValueError, match="uniform"):
-        read_back(altered)
-    altered = compile_program(majority, n_ctx=8)
-    altered.model.blocks[0].mlp.W_out.data.mul_(0.9)
-    with pytest.raises(ValueError, match="finitely many"):
-        read_back(altered)
-    monkeypatch.setattr(reading, "MOST_STATES", 3)
-    with pytest.raises(ValueError, match="too wide"):
-        read_back(compile_program(majority, n_ctx=8))
 
 
 def test_an_altered_weight_is_another_program() -> None:

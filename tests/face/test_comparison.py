@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 import ln_probe
-from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.statistics import holm, infer_mean
 from ln_probe.analyses.probes.tables import CAUSAL_PROMPTS
 from ln_probe.comparison import labels, run_of, step_of
@@ -73,29 +72,6 @@ def test_the_difference_of_losses_is_a_mean_over_tokens(models: list[Report]) ->
     each = rows.drop_duplicates("prompt")
     expected = np.average(0.1 * each["prompt"], weights=each["n"])
     assert ln_probe.compare(both).summary["loss_difference"][1] == pytest.approx(expected, rel=1e-6)
-
-
-def test_prompts_of_a_group_count_once(models: list[Report]) -> None:
-    """Every prompt twice: as one group each, intervals and sign test are what they were; as two, they are narrower."""
-    once = ln_probe.compare(models[:2])
-
-    def twice(grouped: bool) -> ln_probe.Comparison:
-        nothing = np.zeros((80, 0, 2))
-        groups = np.arange(80) % 40 if grouped else np.arange(80)
-        reports = []
-        for report in models[:2]:
-            rows = report.causal_prompts
-            both = pd.concat([rows, rows.assign(prompt=rows["prompt"] + 40)], ignore_index=True)
-            constants = Constants((), groups, nothing, nothing)
-            reports.append(replace(report, tables={"causal_prompts": both}, constants=constants))
-        return ln_probe.compare(reports)
-
-    same = ["difference", "low", "high", "p"]
-    pd.testing.assert_frame_equal(twice(grouped=True).paired[same], once.paired[same])
-    loss = [c for c in once.summary if c.startswith("loss_difference")]
-    pd.testing.assert_frame_equal(twice(grouped=True).summary[loss], once.summary[loss])
-    widths = [(c.paired["high"] - c.paired["low"]).item() for c in (once, twice(grouped=False))]
-    assert widths[1] < 0.8 * widths[0]
 
 
 def test_names_are_labels(report: Report) -> None:

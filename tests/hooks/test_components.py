@@ -60,36 +60,6 @@ def test_every_norm_reads_its_parts(arch: str) -> None:
         assert float((summed - whole).abs().max()) <= 2e-6 * float(whole.abs().max())
 
 
-@pytest.mark.parametrize("arch", ["neox", "llama"])
-def test_a_head_is_what_goes_when_its_z_is_zeroed(arch: str) -> None:
-    """Another way to the same vector: edit the head away and see what attention writes less."""
-    model = make_bridge(arch, torch.float64)
-    split = split_of(model)
-    basis = torch.eye(32, dtype=torch.float64).expand(len(ROWS), -1, -1)
-    parts = {p.name: v for p, v in split.read("ln_final", basis).items()}
-
-    def attention_out(head: int | None) -> Tensor:
-        seen: list[Tensor] = []
-
-        def drop(z: Tensor, hook: Any) -> Tensor:
-            out = z.clone().reshape(*z.shape[:2], 4, -1)
-            if head is not None:
-                out[:, :, head] = 0
-            return out.reshape(z.shape)
-
-        def keep(out: Tensor, hook: Any) -> None:
-            seen.append(out)
-
-        with torch.no_grad():
-            hooks = [("blocks.1.attn.hook_z", drop), ("blocks.1.hook_attn_out", keep)]
-            model.run_with_hooks(TOKENS[None], fwd_hooks=hooks)
-        return seen[0][0, ROWS]
-
-    for head in range(4):
-        less = attention_out(None) - attention_out(head)
-        assert float((parts[f"L1H{head}"] - less).abs().max()) <= 1e-12
-
-
 def test_scaled_embeddings_come_out_with_their_factor() -> None:
     model = lab()
     model.blocks[0].register_forward_pre_hook(lambda _m, args: (5.5 * args[0],))

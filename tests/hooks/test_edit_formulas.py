@@ -177,23 +177,6 @@ def test_position_0_of_every_head_is_left_out(length: int) -> None:
 # What replaces sigma: one constant or two; where position 0 is in every kind of pass.
 
 
-@pytest.mark.parametrize("scale", ["frozen", "uniform"])
-def test_one_constant_and_two(scale: str) -> None:
-    hf, model, _ = make_twins("gpt2", torch.float64)
-    name = "blocks.1.ln1"
-    site = next(s for s in find_norms(model) if s.name == name)
-    mean = mean_sigmas(model, [site], list(TOKENS))[name]
-    divisor = torch.full((2, 10, 1), mean.rest, dtype=torch.float64)
-    if scale == "frozen":
-        divisor[:, 0] = mean.first
-    with torch.no_grad(), without(model, "scaling", sites=[name], scale=scale, tokens=TOKENS) as done:
-        found = model(TOKENS)
-    torch.testing.assert_close(
-        found, gpt2_by_hand(hf, TOKENS, {name: by_hand("scaling", divisor)}), rtol=1e-12, atol=1e-12
-    )
-    assert done.divisors[name] == Constant(float(divisor[0, 0]), float(divisor[0, 1]))
-
-
 def test_with_a_cache_later_tokens_are_not_position_0() -> None:
     """Token by token, with earlier keys and values kept: the same logits as all at once (in a HookedTransformer)."""
     from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
