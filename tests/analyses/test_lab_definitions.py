@@ -410,7 +410,6 @@ def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
     model, x = adaptive_by_hand(), random_inputs(4096, seed=3)
     with torch.no_grad():
         assert float((model(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-10
-        torch.testing.assert_close(model(x[:16]), by_definition(model, x[:16]), rtol=0, atol=1e-10)
         assert 1e-10 < float((adaptive_by_hand(1e-2)(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-2
 
 
