@@ -204,7 +204,9 @@ def norm_constants(
     *,
     calibration: Any = None,
     groups: Sequence[Hashable] | None = None,
+    max_prompts: int | None = None,
     max_tokens: int = 512,
+    prepend_bos: bool | None = None,
     seed: int = 0,
     tokenizer: Any = None,
     progress: bool = True,
@@ -213,7 +215,8 @@ def norm_constants(
     """Measure the constants that replace each norm's sigma when scaling is frozen: one forward pass per prompt.
 
     Args:
-        model, prompts, calibration, groups, max_tokens, seed, tokenizer, progress, hooks: as for `ln_probe.analyze`.
+        model, prompts, calibration, groups, max_prompts, max_tokens, prepend_bos, seed, tokenizer, progress, hooks: as
+            for `ln_probe.analyze`.
 
     Returns:
         The constants: `.of(i)` those of prompt i (means over the prompts outside its group), `.pooled` those over all
@@ -231,12 +234,7 @@ def norm_constants(
     hooked, _ = hooked_model(model, tokenizer, hooks)
     with ProgressLine(quiet=not progress), unchanged(hooked):
         start = measure_norms(
-            hooked,
-            prompts,
-            probes=[],
-            calibration=calibration,
-            groups=groups,
-            max_tokens=whole_number(max_tokens, "max_tokens", 2),
-            seed=seed_of(seed),
-        )
+            hooked, prompts, probes=[], calibration=calibration, groups=groups, prepend_bos=prepend_bos,
+            max_prompts=max_prompts, max_tokens=whole_number(max_tokens, "max_tokens", 2), seed=seed_of(seed),
+        )  # fmt: skip
     return start.run.constants

@@ -190,7 +190,7 @@ class Report:
     def save(self, folder: str | Path, *, index: str = "") -> Path:
         """Write report.json, a parquet file per table, exhibits.npz and report.html into `folder` (made if missing).
 
-        Files are written aside and renamed: the tables, report.json, then the page. A folder with report.json holds all
+        Files are written aside and renamed: the tables, the page, then report.json. A folder with report.json holds all
         numbers. Other files of the folder are left alone.
 
         Args:
@@ -218,9 +218,11 @@ class Report:
             save_arrays(stack.enter_context(replacing(folder / EXHIBITS_FILE)), self.exhibits, self.constants)
             (folder / REPORT_FILE).unlink(missing_ok=True)
             (folder / PAGE_FILE).unlink(missing_ok=True)
-        write_text(folder / REPORT_FILE, manifest)
-        with replacing(folder / PAGE_FILE) as page:  # last: where a probe's own picture fails, the tables are there
-            page.write_bytes(encodable(report_page(self, index)).encode())
+        try:
+            with replacing(folder / PAGE_FILE) as page:
+                page.write_bytes(encodable(report_page(self, index)).encode())
+        finally:  # also where a probe's own picture fails; without this file a report is not finished
+            write_text(folder / REPORT_FILE, manifest)
         return folder
 
 

@@ -142,6 +142,7 @@ def test_the_headline_is_the_number_of_the_report(gpt2: Any) -> None:
     assert cost.loss == pytest.approx(float(row["loss"] - row["delta_loss"]), abs=1e-6)
     assert repr(cost) == report.findings()[0]
     assert cost.constants.of(2) == report.constants.of(2) == ln_probe.norm_constants(gpt2, TOKENS).of(2)
+    assert ln_probe.norm_constants(gpt2, TOKENS, max_prompts=2).of(1) == ln_probe.norm_constants(gpt2, TOKENS[:2]).of(1)
     assert set(cost.table["family"]) == {"primary"}
     with pytest.raises(ValueError, match="max_tokens"):
         ln_probe.norm_constants(gpt2, TOKENS, max_tokens=1)
