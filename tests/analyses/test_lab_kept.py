@@ -30,6 +30,7 @@ from ln_probe.analyses.lab.majority import majority, random_keys
 from ln_probe.analyses.lab.results import interval
 from ln_probe.analyses.lab.runs import Run
 from ln_probe.analyses.lab.text_task import TextTask
+from ln_probe.analyses.lab.train import read_metrics, train
 
 PUBLISHED_FOLDER = Path(__file__).parents[2] / "analyses" / "lab" / "published"
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"
@@ -223,6 +224,31 @@ def test_an_experiment_is_the_one_whose_results_are_committed(
         assert ours == (pytest.approx(settings) if isinstance(value, dict) else settings), constant
     quick = json.loads((Path(__file__).parent / "quick_forms.json").read_text())[experiment]
     assert choices(planned_runs(experiment, tmp_path, monkeypatch, gpt2, quick=True)) == quick
+
+
+@pytest.mark.parametrize(("experiment", "last", "cells"), [("majority", 100, (0, 5)), ("anbk", 200, (0, 1))])
+def test_committed_runs_begin_the_same(
+    experiment: str, last: int, cells: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained again at full size up to their first evaluation."""
+    runs = planned_runs(experiment, tmp_path, monkeypatch, None)
+    committed = table_at(folder(experiment), TRAINED[experiment][0]).query("step == @last")
+    for run in (runs[cell] for cell in cells):
+        batch: Any = run.task.batch
+
+        def stopping(step: int, *how: Any, batch: Any = batch) -> Any:
+            if step == last:
+                raise PlannedError
+            return batch(step, *how)
+
+        monkeypatch.setattr(run.task, "batch", stopping)
+        with pytest.raises(PlannedError):
+            train(run.task, run.spec, run.training, run.folder, progress=False)
+        found = read_metrics(run.folder).set_index("step").loc[last]
+        rows = committed[(committed[list(run.keys)] == list(run.keys.values())).all(axis=1) & (committed["seed"] == 0)]
+        assert len(rows) >= 3
+        for row in rows.to_dict("records"):
+            assert found[row["measure"]] == pytest.approx(row["value"], rel=1e-3), (run.name, row["measure"])
 
 
 def test_angles_before_training_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

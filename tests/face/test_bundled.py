@@ -17,6 +17,7 @@ from torch import Tensor
 import ln_probe
 from ln_probe.analyses.lab.gpt2 import as_gpt2
 from ln_probe.analyses.lab.norms import NORM_KINDS
+from ln_probe.analyses.lab.points import PlainTokenizer
 from ln_probe.analyses.lab.train import load_run
 from ln_probe.hooks import find_norms
 from ln_probe.hooks.task import bundled_texts
@@ -89,7 +90,9 @@ def test_it_opens_in_transformers(lab: Any, folder: Path) -> None:
     with torch.no_grad():
         assert distance(model(TOKENS).logits, lab(TOKENS)) < 1e-5
     text = "And the king said"
-    assert AutoTokenizer.from_pretrained(folder)(text).input_ids == lab.tokenizer(text).input_ids
+    expected = AutoTokenizer.from_pretrained(folder)(text).input_ids
+    plain = PlainTokenizer(str(folder / "tokenizer.json"), "<|endoftext|>", "<|endoftext|>")  # of the first command
+    assert expected == lab.tokenizer(text).input_ids == plain(text)["input_ids"]
 
 
 TEXT = "In the beginning God created the heaven and the earth."

@@ -148,19 +148,6 @@ def few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_evaluations")
-@pytest.mark.parametrize("name", ["gpt2", "hooked"])
-def test_without_scaling_at_optimal_constants(name: str) -> None:
-    model = model_of(name, torch.float32)
-    sites, start = measured(model, "attention")
-    losses = {}
-    for scale in ("frozen", "optimal"):
-        with torch.no_grad(), without(model, "scaling", scale=scale, tokens=TOKENS) as done:
-            losses[scale] = float(Objective().sums(model(TOKENS, return_type="logits"), TOKENS).sum())
-    assert losses["optimal"] < losses["frozen"]
-    assert done.divisors == fit(model, sites, list(TOKENS), start=start)
-
-
-@pytest.mark.usefixtures("few_evaluations")
 def test_constants_that_the_model_brings_are_used() -> None:
     model = lab()
     own = {s.name: Constant(2.0, 3.0) for s in find_norms(model) if s.reads == "attention"}
