@@ -272,6 +272,10 @@ def test_encoder(tiny: Tiny, books: tuple[Path, Path], monkeypatch: pytest.Monke
     (run,) = (run for run in runs if run.keys == {"shape": "wide", "norm": "projection_only"})
     spec = encoder.ClassifierSpec(run.spec, run.folder / "model.safetensors", 2)
     tuned = trained(replace(run, spec=spec, folder=run.folder.parents[1] / "passages" / run.folder.name))
+    assert (
+        json.loads((run.folder.parents[1] / "passages" / run.folder.name / "lab.json").read_text())["model"]["classes"]
+        == 2
+    )
     of_books, books_of = text_task.PassagesTask(books, task.text, 32, 100).held_out()
     with torch.no_grad():
         logits = tuned(of_books)
@@ -346,7 +350,7 @@ def test_remove_norm(tmp_path: Path, books: tuple[Path, Path]) -> None:
     request = Request(tmp_path / "out", SEEDS, texts=books, progress=False)
     results = remove_norm.run(request, size, tmp_path / "start")
     assert results.settings["text_is_that_of_the_start"]
-    assert results.settings["norms"] == 5
+    assert (results.settings["norms"], results.settings["start"]) == (5, str(tmp_path / "start"))
     again = remove_norm.run(request, size, tmp_path / "start")
     pd.testing.assert_frame_equal(again.tables["seeds"], results.tables["seeds"])
     values = results.tables["seeds"].set_index(["model", "seed", "measure"])["value"]
