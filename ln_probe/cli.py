@@ -394,7 +394,7 @@ def freezing_cost(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a script.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Print how much freezing scaling raises the loss, with its CI: the first number of a report, alone."""
+    """Print how much freezing scaling, and removing projection, raise the loss, with CIs; writes nothing."""
     from ln_probe.batch import read_labels
 
     target = _target(model)

@@ -163,7 +163,7 @@ class Report:
         """Return a table of heads: effect on the loss, entropy, attainable and received attention, margins.
 
         Args:
-            sort: a column to sort by, largest first (effects and changes: largest in size); None: by layer and head.
+            sort: a column to sort by, largest first (in size; p: smallest first); None: by layer and head.
 
         Returns:
             One row per layer and head, with the loss change with scaling frozen for it alone (the estimate where
@@ -178,7 +178,7 @@ class Report:
             raise ValueError(f"by_head has no column {sort!r}: there are {', '.join(table.columns)}")
         if sort is None:
             return table
-        return table.sort_values(sort, key=abs, ascending=False, kind="stable").reset_index(drop=True)
+        return table.sort_values(sort, key=abs, ascending=sort == "p", kind="stable").reset_index(drop=True)
 
     def to_html(self, path: str | Path, *, index: str = "") -> Path:
         """Write one self-contained page that opens offline; the path written. `index`: see `save`."""

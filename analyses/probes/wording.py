@@ -41,20 +41,20 @@ UNTESTED = "{edit} changes the loss by {size} {unit}: not tested ({prompts})."
 NOTHING = "{edit} changes nothing in this model: {reason}."
 STRATA = "The CI is over windows of these {count} books ({means}), and does not say how other texts differ."
 HEADS = (
-    "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss{lower} ({prompts}); "
-    "largest estimates: {which}."
+    "Freezing scaling for one head at a time significantly raises the loss for {count} of {heads}{lower} ({prompts}); "
+    "largest: {which}."
 )
 KEYS = (
     "{share} of keys are unselectable: no query scores them highest "
     "({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
 )
 SINKS = (
-    "Sinks (mostly over {least} of attention to position 0): {heads}; "
-    "mean {received} ({uniform} if uniform{frozen}), largest {most}."
+    "Heads with over {least} of attention on position 0 in most prompts: {heads}; "
+    "mean {received} (uniform: {uniform}{frozen}), largest {most}."
 )
 OUTLIERS = "Vectors over {ratio:g} times as long as the median token's: {which}."
 UNIFORM = (
-    "The median head has {entropy} of the entropy of uniform attention ({frozen}{prompts}); heads: {least} to {most}."
+    "The median head has {entropy} of the entropy of uniform attention ({edited}{prompts}); heads: {least} to {most}."
 )
 NOT_MEASURED = "Not measured: {what}."
 NO_NORM = "it has no normalization"
@@ -136,7 +136,7 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
 
 
 def _loss(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
-    """Return the effect of each term at every norm, a decrease of the loss first."""
+    """Return the effect of each term at every norm, of scaling also at attention's, a decrease of the loss first."""
     if provenance.get("model", {}).get("norms") == {}:
         return [NOTHING.format(edit="Freezing scaling or removing projection", reason=NO_NORM)]
     unit, no_op = unit_of(provenance), provenance.get("causal", {}).get("no_op", {})
@@ -148,11 +148,10 @@ def _loss(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> 
         rows = tables["causal"]
         rows = rows[(rows["variant"] == variant.name) & rows["sites"].isin(["all", "attention"])]
         known = rows[rows["delta_loss"].notna()].sort_values("sites")  # no number where logits overflow
-        if len(known):
-            row = dict(known.iloc[0])
+        for place, row in enumerate(known.head(2 if variant is SCALING_FROZEN else 1).to_dict("records")):
             where = f"{PLACES[row['sites']]}{in_layers(provenance)}"
             text = loss_change(row, unit, f"{variant.wording} at {where}")
-            if variant is SCALING_FROZEN and not math.isnan(row["delta_loss_low"]):
+            if variant is SCALING_FROZEN and place == 0 and not math.isnan(row["delta_loss_low"]):
                 text = f"{text} {strata_sentence(strata_means(tables['causal_prompts'], row['sites'], variant))}"
             texts.append((row["delta_loss"] >= 0, text.strip()))
     return [text for _, text in sorted(texts, key=lambda pair: pair[0])]
@@ -202,7 +201,7 @@ def _heads(effects: pd.DataFrame, provenance: Mapping[str, Any]) -> Iterator[str
     if len(rows) < len(frozen):
         heads = f"the {heads} run (of {len(frozen)}; the others are only estimated)"
     lowering = int(((rows["p"] < SIGNIFICANCE) & (rows["delta_loss"] < 0)).sum())
-    lower = f", {lowering} significantly lower{'s' * (lowering == 1)} it" if lowering else ""
+    lower = f" and lowers it for {lowering}" if lowering else ""
     top = rows.sort_values("delta_loss").iloc[-1]
     prompts = counted(top["n"], "prompt")
     if rows["p"].isna().all():
@@ -258,7 +257,7 @@ def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
     count, prompts = int((heads["sink_rate"] > 0.5).sum()), counted(heads["n"].max(), "prompt")
     text = SINKS.format(
         least=percent(MUCH),
-        heads=f"{count} of {counted(len(heads), 'head')}" if count else "no head",
+        heads=f"{count or 'none'} of {len(heads)}",
         received=percent(float(known["first_attention"].mean())),
         uniform=percent(uniform),
         frozen="" if math.isnan(frozen) else f"; scaling frozen: {percent(frozen)}",
@@ -282,16 +281,12 @@ def _outliers(rows: pd.DataFrame, prompts: str) -> str:
 
 
 def _uniform(heads: pd.DataFrame, prompts: int) -> Iterator[str]:
-    intact, frozen = (heads[heads["variant"] == v]["entropy_ratio"] for v in (INTACT.name, SCALING_FROZEN.name))
-    if not intact.notna().any():
+    medians = heads.groupby("variant")["entropy_ratio"].median().dropna()
+    if INTACT.name not in medians:
         return
+    edited = [f"{one_decimal(medians[v.name])} with {v.label}" for v in EDITS if v.primary and v.name in medians]
     ordered = heads[heads["variant"] == INTACT.name].dropna(subset=["entropy_ratio"]).sort_values("entropy_ratio")
     ends = (ordered.iloc[place] for place in (0, -1))
     least, most = (f"{one_decimal(float(head['entropy_ratio']))} ({head_name(head)})" for head in ends)
-    yield UNIFORM.format(
-        entropy=one_decimal(float(intact.median())),
-        frozen=f"{one_decimal(float(frozen.median()))} with scaling frozen; " if frozen.notna().any() else "",
-        prompts=counted(prompts, "prompt"),
-        least=least,
-        most=most,
-    )
+    entropy, edits = one_decimal(medians[INTACT.name]), f"{', '.join(edited)}; " if edited else ""
+    yield UNIFORM.format(entropy=entropy, edited=edits, prompts=counted(prompts, "prompt"), least=least, most=most)

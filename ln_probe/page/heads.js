@@ -54,7 +54,7 @@ function show(name) {
   });
   at("head").textContent = `Attention of ${name}`;
   const cell = cells.find((one) => one.dataset.name === name);
-  at("measured").textContent = [cell && `${cell.title}.`, frozen && largestChange(intact, frozen)].filter(Boolean).join(" ");
+  at("measured").textContent = [cell && `${cell.title}, for its queries, keys and values.`, frozen && largestChange(intact, frozen)].filter(Boolean).join(" ");
   at("scale").textContent = `Colours are full at ${percent(top)}${frozen ? `, those of the difference at ${percent(most)}` : ""}.`;
   for (const one of cells) {
     one.setAttribute("aria-pressed", one === cell);
@@ -112,7 +112,7 @@ async function load() {
 async function color() {
   const { tokens, values, full } = await unpack(at("colored").dataset.tokens);
   CircuitsVis.render("colored", CircuitsVis.ColoredTokens, {
-    tokens, values, minValue: -full, maxValue: full, negativeColor: "#0072b2", positiveColor: "#d55e00",
+    tokens, values, minValue: -full, maxValue: full, negativeColor: "#d55e00", positiveColor: "#0072b2",
   });
 }
 

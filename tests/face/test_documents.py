@@ -119,13 +119,11 @@ def figures_of_findings() -> list[str]:
     assert not pretrained[["unselectable", "undecided"]].any().any()  # not rounded to 0 %
     paper = pd.read_csv(PUBLISHED / "language_model" / "summary.csv")
     paper = paper.query("space == 'head' and measure == 'unselectable_fraction' and step == step.max()")
-    ours = keys.query("model == 'lm-layernorm' and n == 256")
+    ours, random = (keys.query("model == @model and n == 256") for model in ("lm-layernorm", "random"))
+    assert not pretrained["normal"].any()
     majority: dict[str, Any] = {
-        "table": PUBLISHED / "majority" / "contrasts.csv",
-        "step": 1000,
-        "measure": "train_loss",
-        "seeds": 10,
-    }
+        "table": PUBLISHED / "majority" / "contrasts.csv", "step": 1000, "measure": "train_loss", "seeds": 10,
+    }  # fmt: skip
     contrasts = ("size 1/sqrt(d) of values alone", "no projection, at radius sqrt(d)")
     causal: dict[str, Any] = {"table": TABLES / "lm-layernorm-books" / "causal.csv"}
     books = pd.read_csv(TABLES / "books-summary.csv")
@@ -137,7 +135,9 @@ def figures_of_findings() -> list[str]:
     return [
         percents(pretrained["share"]),
         *(percents(paper[paper["norm"] == norm]["mean"]) for norm in ("layernorm", "projection_only")),
+        percents(random[random["d_head"] == 2]["share"]),
         *(percents(ours[ours["variant"] == variant]["share"]) for variant in ("intact", "no_scaling")),
+        percents(random[random["d_head"] == 8]["share"]),
         *(with_interval(one_row(**majority, contrast=contrast), seeds, 2) for contrast in contrasts),
         "+0.05",  # read off figure 4b
         with_interval(shape, ("estimate", "low", "high"), 3),
