@@ -112,7 +112,7 @@ async function load() {
 async function color() {
   const { tokens, values, full } = await unpack(at("colored").dataset.tokens);
   CircuitsVis.render("colored", CircuitsVis.ColoredTokens, {
-    tokens, values, minValue: -full, maxValue: full, negativeColor: "#d55e00", positiveColor: "#0072b2",
+    tokens, values, minValue: -full, maxValue: full, negativeColor: "#0072b2", positiveColor: "#d55e00",
   });
 }
 

@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import cases
-from geometry_families import FAMILIES, TAU, Case, adversarial, bench
+from geometry_families import FAMILIES, Case, adversarial, bench
 from rational_checker import RationalChecker, Report
 
 import ln_probe
-from ln_probe.analyses.geometry.check import of_sets
-from ln_probe.analyses.geometry.decide import nearest_point
 from ln_probe.analyses.geometry.key_geometry import KeyGeometry
-from ln_probe.analyses.geometry.keys import centre, judge
 
 # Families with keys about as far from each other, or from the others' hull, as tau.
 NEAR_TIES = ("copies 0.3 to 3 tau apart", "chains of near-equal keys", "on a facet, and a few tau beside it")
@@ -68,21 +65,6 @@ def test_keys_about_tau_from_the_hull_in_thin_directions_are_decided() -> None:
     geometry = ln_probe.key_geometry(bench.low_rank(np.random.default_rng(4), 512, 64), margins=False)
     geometry.certify()
     assert geometry.undecided == 0 < geometry.repaired
-
-
-@pytest.mark.parametrize("name", ["half planted interior", "normal, with a bias", "lattice", "rank-deficient"])
-def test_the_search_in_more_digits_needs_no_start(name: str) -> None:
-    case = FAMILIES[name](np.random.default_rng(2), 60, 3)
-    geometry, bias = ln_probe.key_geometry(**case.arguments()), None if case.bias is None else case.bias[None]
-    judged_keys = of_sets(judge(*centre(case.keys[None]), bias, None), 0)
-    for i in np.flatnonzero(np.isin(geometry.verdict, ("selectable", "unselectable"))):
-        query, members, weights = nearest_point(judged_keys, i, np.empty(0, np.int64), np.empty(0), 1e9)
-        miss = weights @ judged_keys.rows[members] - judged_keys.rows[i]
-        if judged_keys.biased:
-            miss[-1] = min(miss[-1], 0.0)
-        inside = np.linalg.norm(miss) <= TAU and weights.min() >= 0.0
-        assert inside == (geometry.verdict[i] == "unselectable")
-        assert inside or ((judged_keys.rows[i] - np.delete(judged_keys.rows, i, axis=0)) @ query).min() > 0.0
 
 
 def test_the_checker_sees_what_is_wrong() -> None:

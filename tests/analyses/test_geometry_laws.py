@@ -45,20 +45,6 @@ def differing_keys(here, there, order):
     return np.flatnonzero(different)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_neither_order_nor_zero_dimensions_matter(name):
-    case = case_of(name)
-    here = geometry_of(case)
-    order = np.random.default_rng(0).permutation(len(case.keys))
-    place = np.argsort(order)
-    bias = None if case.bias is None else case.bias[order]
-    there = geometry_of(Case(case.keys[order], bias, case.query_set))
-    assert not len(differing_keys(here, there, place))
-    if name in PLAIN:
-        there = geometry_of(Case(np.pad(case.keys, ((0, 0), (1, 3)))))
-        assert not len(differing_keys(here, there, np.arange(len(case.keys))))
-
-
 @pytest.mark.parametrize("name", ["normal", "normal, with a bias", "lattice", "through an off-centre query set"])
 def test_large_sets_do_without_a_table_of_products(name, monkeypatch):
     case = case_of(name)

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ln_probe.analyses.lab.approximation import relative as targets
 from ln_probe.analyses.lab.approximation.text_models import RelativeTextConfig
@@ -422,9 +424,12 @@ def test_training_is_torchs(schedule: str, optimizer: str, tmp_path: Path, prose
         SHORT, steps=6, seed=3, lr=0.02, lr_end=0.004, warmup=2, weight_decay=0.3, clip=0.4, optimizer=optimizer,
         schedule=schedule, decay_steps=None if schedule == "cosine" else 8,
     )  # fmt: skip
-    trained = train(task, SHAPE, config, tmp_path / "run", progress=False)
+    shape = replace(SHAPE, norm="projection_only")
+    trained = train(task, shape, config, tmp_path / "run", progress=False)
     torch.manual_seed(3)
-    model = SHAPE.build()
+    model = shape.build()
+    with calibrate(model):
+        model(task.batch(0, 2, 3))
     parameters = list(model.parameters())
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optimizer]
     decayed = [{"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in parameters]
@@ -503,3 +508,44 @@ def test_weights_start_as_torchs_or_gpt2s() -> None:
         assert float(ours.mean()) == pytest.approx(0, abs=0.2 * float(ours.abs().max()))
     for table in (model.embed.W_E, model.pos_embed.W_pos):
         assert float(table.std()) == pytest.approx(1, rel=0.05)
+
+
+def by_definition(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A RelativeTransformer through the whole attention row of the last position."""
+    pre = model.cfg.norm_order == "pre"
+    stream = model.embed[(x > 0).long()]
+    read = model.norm_attention(stream) if pre else stream
+    score = model.lag_bias().flip(1).expand(len(x), -1, -1)  # [batch head pos]
+    if model.cfg.dot_product:
+        query = torch.einsum("bd,hde->bhe", read[:, -1], model.W_Q)
+        score = score + torch.einsum("bhe,bsd,hde->bhs", query, read, model.W_K) / math.sqrt(targets.D_HEAD)
+    z = torch.einsum("bhs,bsd,hde->bhe", score.softmax(-1), read, model.W_V)
+    last = stream[:, -1] + torch.einsum("bhe,hed->bd", z, model.W_O)
+    last = last if pre else model.norm_attention(last)
+    if model.ffn is not None:
+        last = last + model.ffn(model.norm_ffn(last) if pre else last)
+    last = last if pre else model.norm_ffn(last)
+    return model.out(last).squeeze(-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kernel=st.sampled_from(("log", "linear", "t5", "table")),
+    dot_product=st.booleans(),
+    norm=st.sampled_from(NORM_KINDS),
+    order=st.sampled_from(("pre", "post")),
+    heads=st.integers(1, 4),
+    width=st.integers(0, 5),
+    seed=st.integers(0, 99),
+)
+def test_the_model_is_its_definition(
+    kernel: str, dot_product: bool, norm: str, order: str, heads: int, width: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = targets.RelativeConfig(20, heads, width, kernel, dot_product, norm, order).build().double()
+    if kernel == "table":
+        torch.nn.init.normal_(model.bias)
+    x = random_inputs(6, 20, seed)
+    with calibrate(model):
+        model(x)
+    torch.testing.assert_close(model(x), by_definition(model, x), rtol=1e-10, atol=1e-10)

@@ -21,8 +21,10 @@ from ln_probe.analyses.lab import runs as laboratory
 from ln_probe.analyses.lab import text_task
 from ln_probe.analyses.lab.approximation import approximation, relative, text_models
 from ln_probe.analyses.lab.counting import counting, tasks
+from ln_probe.analyses.lab.crasp import depth
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Request
 from ln_probe.analyses.lab.language_model import encoder, published, remove_norm, two_by_two
+from ln_probe.analyses.lab.majority import majority
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import Results
 from ln_probe.analyses.lab.runs import Run
@@ -145,6 +147,35 @@ def by_flips(model: Any, length: int) -> tuple[float, np.ndarray]:
     base, flipped = -torch.ones(1, length).double(), (2 * torch.eye(length) - 1).double()
     weights = ((model.double()(flipped) - model(base)) / 2).numpy()
     return float(model(base)) + weights.sum(), weights
+
+
+SMALL_BAGS = majority.MajoritySize(classes=6, length=12, margin=2, examples=300)
+SMALL_TEXT = published.Size(d_vocab=280, n_ctx=16, batch=2, steps=4, valid_windows=5, sentences=0, measured_at=(0,))
+DEPTH = {"TRAIN_LENGTHS": (6, 8), "BINS": ((6, 8), (9, 10), (11, 12))}
+
+
+@pytest.mark.parametrize(("experiment", "home", "options"), [
+    ("majority", majority, {"SIZES": {8: SMALL_BAGS, 3: SMALL_BAGS}, "STEPS_SHOWN": (1, 3),
+                            "schedule": {"evaluate_at": (1,), "batch": 20}, "request": {"quick": False}}),
+    ("language_model", published, {"TINY": SMALL_TEXT, "schedule": {"steps": 4}}),
+    ("approximation", approximation, {"EVALUATION_INPUTS": 64}),
+    ("adaptive_memory", approximation, {"EVALUATION_INPUTS": 64}),
+    ("depth", depth, {**DEPTH, "keep": lambda keys: keys["norm"] == "layernorm" and keys["k"] < 5}),
+    ("depth_deep", depth, {**DEPTH, "keep": lambda keys: keys["depth"] == 4}),
+])  # fmt: skip
+def test_results_are_shaped_as_the_committed_ones(
+    experiment: str, home: Any, options: dict[str, Any], tiny: Tiny
+) -> None:
+    results, runs = tiny(experiment, home, **options)
+    where = Path(laboratory.__file__).parent / "published" / experiment
+    settings = json.loads((where / "results.json").read_text())["settings"]
+    assert {*results.settings} <= {*settings}
+    assert {file.stem for file in where.iterdir() if file.suffix in (".csv", ".parquet")} <= {*results.tables}
+    values = [table["value"] for table in results.tables.values() if "value" in table]
+    assert values
+    assert all(np.isfinite(each).all() for each in values)
+    assert (results.summary["seeds"] == len(SEEDS)).all()
+    assert [run.finished for run in runs] == [True] * len(runs)
 
 
 def test_longer_inputs(tiny: Tiny) -> None:

@@ -71,11 +71,6 @@ def test_every_key_has_a_row_and_heads_are_summed_up_from_them() -> None:
     assert about["random_unselectable"] == random_unselectable(20, 8)
 
 
-def test_a_variant_that_changes_nothing_has_no_row() -> None:
-    report = ln_probe.analyze(make_bridge("llama"), TOKENS[None], **GEOMETRY)
-    assert set(report.heads["variant"]) == {"intact", "no_scaling", "both_removed"}
-
-
 def test_random_keys() -> None:
     """Nearly all of many keys in few dimensions; none of d + 1; in the plane the figure of Rényi & Sulanke (1963)."""
     assert random_unselectable(9, 8) == 0.0

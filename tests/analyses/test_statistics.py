@@ -40,15 +40,6 @@ def test_the_table_of_the_documentation() -> None:
     assert (table.query("groups >= 32")["given"] >= 0.99).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["normal", "lognormal", "outliers", "three strata"])
-@pytest.mark.parametrize("groups", [LEAST_GROUPS, 32])
-def test_what_was_simulated(kind: str, groups: int) -> None:
-    row = pd.read_csv(bench().TABLE).set_index(["effects", "groups"]).loc[(kind, groups)]
-    simulated = bench().worth(kind, groups)
-    assert [simulated[column] for column in row.index] == pytest.approx(row.tolist(), abs=1e-5)
-
-
 def test_below_that_there_is_none() -> None:
     assert all(map(math.isnan, vars(infer_mean(np.ones(LEAST_GROUPS - 1), np.ones(LEAST_GROUPS - 1))).values()))
 

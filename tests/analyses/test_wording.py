@@ -89,7 +89,18 @@ def test_the_five_questions_in_their_order() -> None:
         ("raises", "0.0020", "significant", "below 0.01"),
         ("3 of 4 heads", "64 prompts", "L1H6 +0.0079, L1H0 +0.0073, L1H8 +0.0005"),
         ("43.8 %", "50.0 %", "random keys: 11.4 %"),
-        ("over 30 %", "1 of 2", "55 %", "12 %", "20 %", "over 10 times", "20 times", "'·b'", "12 times"),
+        (
+            "over 30 %",
+            "1 of 2",
+            "55 %",
+            "12 %",
+            "20 %",
+            "80.0 % (L0H1)",
+            "over 10 times",
+            "20 times",
+            "'·b'",
+            "12 times",
+        ),
         ("80.0 %", "70.0 %", "90.0 % (L0H0)"),
     ]
     for text, words in zip(texts, figures, strict=True):

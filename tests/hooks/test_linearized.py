@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import make_bridge
 from small_models import lab
 from torch import Tensor
 
-from ln_probe.hooks import InterventionError, LostEditError, find_norms, linearized, linearized_hooks, without
+from ln_probe.hooks import InterventionError, LostEditError, find_norms, linearized, without
 from ln_probe.hooks.norm import Norm
 
 TOKENS = torch.arange(1, 21).view(2, 10)
@@ -34,19 +33,6 @@ def gradient_at(model: Any, site: Norm, run: Callable[[], Tensor]) -> tuple[Tens
         (gradient,) = torch.autograd.grad(run()[0, -1, ANSWER], seen[0])
     handle.remove()
     return seen[0].detach().double(), gradient.double()
-
-
-def test_hooks_give_the_same_gradients(worlds: list[tuple[str, Any]]) -> None:
-    for name, model in [*worlds, ("bridge", make_bridge("qwen3"))]:
-        site = next(s for s in find_norms(model) if s.reads == "mlp")
-        with linearized(model):
-            _, expected = gradient_at(model, site, lambda m=model: m(TOKENS))
-        hooks = linearized_hooks(model)
-        _, found = gradient_at(model, site, lambda m=model, h=hooks: m.run_with_hooks(TOKENS, fwd_hooks=h))
-        with torch.no_grad():
-            intact, hooked = model(TOKENS), model.run_with_hooks(TOKENS, fwd_hooks=hooks)
-        assert float((intact - hooked).abs().max()) <= 5e-6 * float(intact.abs().max()), name
-        assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max()), name
 
 
 def test_sigmas_of_another_run_and_keys_alone(worlds: list[tuple[str, Any]]) -> None:
