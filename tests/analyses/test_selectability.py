@@ -23,6 +23,7 @@ from ln_probe.analyses.probes.base import Needs, Observer, Probe, Run
 from ln_probe.analyses.probes.uniformity import AttentionLayer, LayerMaps
 from ln_probe.analyses.schema import Table
 from ln_probe.hooks.attention import read_heads
+from ln_probe.hooks.norm import VARIANTS
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import AttentionInput, stream
 
@@ -59,15 +60,11 @@ def test_every_key_has_a_row_and_heads_are_summed_up_from_them() -> None:
         assert rows["position"].tolist() == [*range(24), *range(9)]
         assert rows["token"].tolist() == [str(int(i)) for i in (*TOKENS, *TOKENS[:9])]
         assert head["n"] == len(rows) == 33
-    assert len(heads) == 2 * 4 * 4
+    order = heads[["layer", "variant"]].drop_duplicates().to_numpy().tolist()
+    assert order == [[layer, variant] for layer in (0, 1) for variant in VARIANTS]
     assert heads.query("variant == 'no_projection'")[["margin_median", "attainable_median"]].isna().all(axis=None)
     about = report.provenance["selectability"]
-    assert (about["prompts"], about["keys_per_prompt"], about["d_head"], about["undecided"]) == (
-        2,
-        20,
-        8,
-        0,
-    )  # a key competes with 20 on average
+    assert [about[name] for name in ("prompts", "keys_per_prompt", "d_head", "undecided")] == [2, 20, 8, 0]
     assert about["random_unselectable"] == random_unselectable(20, 8)
 
 

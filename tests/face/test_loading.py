@@ -20,6 +20,7 @@ from faulty import word_tokenizer
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+import ln_probe
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.hooks.model import context_of_config, facts_of
 from ln_probe.loading import convert, pretrained
@@ -230,6 +231,9 @@ def test_a_folder_is_loaded_faithfully_or_refused_in_a_line(
         assert source.weights_sha256 == sha256_of_files([*folder.glob("*model*.safetensors"), *folder.glob("*.bin")])
         (note,) = (note for note in source.notes if word in note)
         assert facts_of(first).missing_head == (note if word == "meaningless" else "")
+        report = ln_probe.analyze(first, TOKENS, probes=["decomposition"], progress=False)
+        of_head = [note for note in report.notes if "it belongs to the head" in note]
+        assert bool(of_head) == hasattr(getattr(first, "original_model", None), "bert")
     assert not (folder / "ran").exists(), "code that came with the model was run"
 
 
