@@ -314,7 +314,7 @@ def keys_over_depth(report: Report) -> Figure:
     if keys := about.get("keys_per_prompt"):
         about["uniform"] = 1 / keys
     rows = [
-        ("unselectable", "Keys that no query can select", "random_unselectable", "random directions", ":"),
+        ("unselectable", "Keys that no query can select", "random_unselectable", "random keys", ":"),
         ("attainable_median", "Most attention that the median key can receive", "uniform", "uniform attention", "--"),
     ]
     rows = [row for row in rows if heads[row[0]].notna().any()] or rows[:1]
