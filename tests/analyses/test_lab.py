@@ -102,7 +102,8 @@ def test_saved_runs_load(task: TextTask, tmp_path: Path) -> None:
     assert loaded.tokenizer.decode(loaded.tokenizer("the ships")["input_ids"]) == "the ships"
     bundle(tmp_path / "run", tmp_path / "shipped", task, "the command")
     recipe = json.loads((tmp_path / "shipped" / "recipe.json").read_text())
-    assert recipe["command"] == "the command"
+    last = read_metrics(tmp_path / "run").iloc[-1]
+    assert (recipe["command"], recipe["train_loss"]) == ("the command", last["train_loss"])
     assert recipe["valid_loss"] == pytest.approx(task.evaluate(load_run(tmp_path / "shipped"))["valid_loss"])
 
 

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ln_probe.analyses.lab.approximation import relative as targets
+from ln_probe.analyses.lab.approximation.approximation import ApproximationTask
 from ln_probe.analyses.lab.approximation.text_models import RelativeTextConfig
 from ln_probe.analyses.lab.counting import counting, tasks, traces
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
@@ -410,6 +411,9 @@ def adaptive_by_hand(grain: float = 1e-7) -> targets.RelativeTransformer:
 
 def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
     model, x = adaptive_by_hand(), random_inputs(4096, seed=3)
+    evaluated_on = ApproximationTask("adaptive")._evaluation
+    combinations = evaluated_on[:, [999, 98, 47]].unique(dim=0, return_counts=True)[1]
+    assert combinations.tolist() == [len(evaluated_on) // 8] * 8  # of what the last input and both memories are
     with torch.no_grad():
         assert float((model(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-10
         assert 1e-10 < float((adaptive_by_hand(1e-2)(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-2

@@ -244,7 +244,7 @@ def test_counting(tiny: Tiny) -> None:
 @pytest.mark.usefixtures("small_words")
 def test_counting_traces(tiny: Tiny) -> None:
     """States by torch's kernels on every prefix; lines through phases by scipy."""
-    results, runs = tiny("counting_traces", counting, schedule={"steps": 20})
+    results, runs = tiny("counting_traces", counting, schedule={"steps": 20, "evaluate_every": 10})
     networks, table = results.tables["networks"], results.tables["traces"]
     assert len(networks) == len(runs) == 3 * len(SEEDS)
     for run, row in zip(runs, networks.to_dict("records"), strict=True):

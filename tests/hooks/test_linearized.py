@@ -88,7 +88,7 @@ def test_tokens_that_are_none_are_refused() -> None:
     for tokens, word in (
         ("a text", "list of rows"), (torch.tensor([1, 99]), "vocabulary"), (torch.ones(40).long(), "context"),
         (torch.ones(0).long(), "int64"), (torch.ones(1, 1, 1).long(), "int64"), (torch.ones(3), "float32"),
-        ([[1, 2], [3]], "length"),
+        ([[1, 2], [3]], "length"), (torch.tensor([-1, 2]), "token id -1"),
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=word):
             linearized.sigmas(model, tokens)
