@@ -94,6 +94,7 @@ def test_scores_of_caches() -> None:
         for key in (3, None):
             expected = attribute_scores(model, TOKENS, **HEAD, key=key, against="mean").check()
             found = attribute_scores(model, cache, **HEAD, key=key, against="mean").check()
+            assert found.table.index.is_unique
             totals = (torch.as_tensor(one.total) for one in (found, expected))
             assert torch.allclose(*totals, atol=1e-5, equal_nan=True)
     raw = make_bridge("gpt2")

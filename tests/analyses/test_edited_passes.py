@@ -142,6 +142,7 @@ def test_the_largest_sums_of_sizes_are_chosen() -> None:
     two = {"a": (1.0, 1.0), "c": (-4.0, 0.0)}
     assert largest([one, two], 2) == ["a", "b"]
     assert largest([], 2) == []
+    assert len(largest([{str(i): (float(i),) for i in range(20)}])) == 8  # as docs/statistics.md says
 
 
 def test_every_tensor_of_a_blocks_output_is_changed() -> None:

@@ -96,6 +96,9 @@ def test_all_committed_results_are_checked() -> None:
     assert {*EVALUATED} == {path.parent.name for path in PUBLISHED_FOLDER.glob("*/results.json")}
 
 
+CROSSES = ("majority", "language_model", "language_model_full", "depth", "depth_deep", "approximation", "counting")
+
+
 @pytest.mark.parametrize("experiment", [name for name in EVALUATED if name != "adaptive_memory"])  # draws none
 def test_figures_show_the_committed_tables(experiment: str) -> None:
     evaluated = getattr(EVALUATED[experiment][0], "func", EVALUATED[experiment][0])
@@ -105,6 +108,8 @@ def test_figures_show_the_committed_tables(experiment: str) -> None:
     figures = plot(tables_of(experiment), *options)
     assert {path.stem for path in folder(experiment).glob("*.png")} <= {*figures}
     assert all(axes.has_data() or not axes.axison for figure in figures.values() for axes in figure.axes)
+    markers = {line.get_marker() for figure in figures.values() for axes in figure.axes for line in axes.lines}
+    assert ("x" in markers) == (experiment in CROSSES), "published figures are crosses"
     plt.close("all")
 
 

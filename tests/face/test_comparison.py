@@ -63,6 +63,7 @@ def test_models_of_different_shape(report: Report, long_report: Report) -> None:
     assert summary.loc["deep", "margin"] == inside["margin_median"].median()
     assert "deep" in both._repr_html_()
     assert len(both._repr_html_()) < 150_000
+    assert both._repr_html_().count("<svg") == 1
 
 
 def test_the_difference_of_losses_is_a_mean_over_tokens(models: list[Report]) -> None:

@@ -385,6 +385,12 @@ def test_hostile_names_in_pages_without_scripts(report: Report, tmp_path: Path) 
         assert not [c for c in UNSEEN if c in html]
 
 
+def test_names_on_axes_are_cut_in_the_middle() -> None:
+    whole, longer = "m" * figures.LABEL, "a" + "m" * 30 + "z"
+    assert figures.axis_text(whole) == whole
+    assert re.fullmatch("am+…m+z", figures.axis_text(longer))
+
+
 def test_a_lab_page_holds_its_pictures(tmp_path: Path) -> None:
     html = lab_page(tmp_path, {"a": 1.0}, figures={"loss_by_step": figures.Figure((1, 1))})
     assert "Loss by step" in Page(html).text
