@@ -80,7 +80,7 @@ class HeadCell:
     @property
     def what(self) -> str:
         """The head and its measurement."""
-        certainty = f"; {self.certainty}" if self.certainty else ""
+        certainty = f" (its queries, keys and values); {self.certainty}" if self.certainty else ""
         return f"Layer {self.layer}, head {self.head}: {self.change}{certainty}"
 
     @property

@@ -54,7 +54,7 @@ function show(name) {
   });
   at("head").textContent = `Attention of ${name}`;
   const cell = cells.find((one) => one.dataset.name === name);
-  at("measured").textContent = [cell && `${cell.title}, for its queries, keys and values.`, frozen && largestChange(intact, frozen)].filter(Boolean).join(" ");
+  at("measured").textContent = [cell && `${cell.title}.`, frozen && largestChange(intact, frozen)].filter(Boolean).join(" ");
   at("scale").textContent = `Colours are full at ${percent(top)}${frozen ? `, those of the difference at ${percent(most)}` : ""}.`;
   for (const one of cells) {
     one.setAttribute("aria-pressed", one === cell);
