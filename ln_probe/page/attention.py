@@ -80,8 +80,8 @@ class HeadCell:
     @property
     def what(self) -> str:
         """The head and its measurement."""
-        certainty = f" (its queries, keys and values); {self.certainty}" if self.certainty else ""
-        return f"Layer {self.layer}, head {self.head}: {self.change}{certainty}"
+        certainty = f"; {self.certainty}" if self.certainty else ""
+        return f"Layer {self.layer}, head {self.head} (q, k, v): {self.change}{certainty}"
 
     @property
     def classes(self) -> str:
