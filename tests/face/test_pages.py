@@ -115,9 +115,8 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     heads = attention.head_map(one)
     assert [[cell.name for cell in row] for row in heads.rows] == [[f"L{i}H{h}" for h in range(3)] for i in (1, 0)]
     assert {cell.name: (cell.classes, cell.what, cell.shown) for cell in heads.cells} == {
-        "L0H0": (
-            "more3 significant", "Layer 0, head 0 (q, k, v): +0.020 nats/token (95 % CI +0.010 to +0.040); p = 0.001", True,
-        ),
+        "L0H0": ("more3 significant",
+                 "Layer 0, head 0 (q, k, v): +0.020 nats/token (95 % CI +0.010 to +0.040); p = 0.001", True),
         "L0H1": ("less2 pale", "Layer 0, head 1 (q, k, v): -0.003 nats/token; p = 0.5", True),
         "L0H2": ("more4 significant", "Layer 0, head 2 (q, k, v): +0.05 nats/token; p < 0.001", False),
         "L1H0": ("more5 pale estimate", "Layer 1, head 0 (q, k, v): +0.2 nats/token; first-order estimate", False),
