@@ -133,7 +133,7 @@ def freezing_cost(
     progress: bool = True,
     hooks: str = REFUSE,
 ) -> FreezingCost:
-    """Measure how much freezing LayerNorm's scaling raises the loss: the first number of a report, alone.
+    """Measure how much freezing LayerNorm's scaling raises the loss, without the rest of a report.
 
     Args:
         model, prompts: as for `ln_probe.analyze`; the numbers are those of its `causal` table.
