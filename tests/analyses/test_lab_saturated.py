@@ -110,3 +110,19 @@ def test_ranks_of_known_matrices() -> None:
     )
     assert rational_recurrence.rank_at_least(place[:, None] + place) == 2
     assert rational_recurrence.rank_at_least(np.zeros((3, 3), dtype=int)) == 0
+
+
+def test_states_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter has n + 1 states after n letters: growth is measured below the cap alone."""
+    monkeypatch.setattr(saturated_states, "CAP", 10)
+    W = np.zeros((4, 2))
+    W[2] = 1, -1
+    layer = saturated_states.SaturatedLayer("lstm", W, np.zeros((4, 1)), np.array([1.0, 1, 0, 1]))
+    counts, settled = saturated_states.reachable([layer], 20)
+    np.testing.assert_array_equal(counts, np.minimum(np.arange(2, 22), 10))
+    assert not settled
+    lengths = np.arange(2, 9)
+    slope = np.polyfit(np.log(lengths), np.log(lengths + 1), 1)[0]
+    assert saturated_states.exponent(counts, settled) == pytest.approx(slope)
+    far = np.array([[0, 2**40], [2**40, -(2**40)], [0, 2**40], [1, 0]])
+    assert sorted(map(tuple, saturated_states.distinct(far).tolist())) == sorted({*map(tuple, far.tolist())})
