@@ -85,6 +85,7 @@ def assert_written(results: Results, out: Path) -> None:
     names = {"summary": "csv"} | {n: "parquet" if len(t) > 1000 else "csv" for n, t in results.tables.items()}
     assert sorted(about["tables"]) == sorted(f"{n}.{'csv' if n == 'summary' else end}" for n, end in names.items())
     assert about["diverged"] == list(results.diverged)
+    assert 0 <= about["seconds"] < 600
     for name in about["tables"]:
         table = results.tables[name.partition(".")[0]]
         written = pd.read_csv(out / name) if name.endswith(".csv") else pd.read_parquet(out / name)

@@ -289,11 +289,12 @@ def test_an_experiment_is_run(requests: list[Request]) -> None:
         f"  other: a toy (part 2)\n{seeds.replace('2 seeds', '1 seed')}\n  last: a toy\n{seeds}\n"
     )
     line = ["lab", "run", "toy", "--out", "runs", "--quick"]
-    printed, _ = ends(0, *line)
+    printed, said = ends(0, *line)
+    assert "loading PyTorch" in said
     assert printed.splitlines()[1].split()[0] == "a", "rows are not numbered"
     assert requests[-1].seeds == (0, 1)
     assert json.loads(Path("runs/results.json").read_text())["experiment"] == "toy"
-    ends(0, *line, "--seeds", "5", "--quiet")
+    assert ends(0, *line, "--seeds", "5", "--quiet")[1] == ""
     assert requests[-1].seeds == (0, 1, 2, 3, 4)
     assert [request.progress for request in requests] == [True, False]
     Path("text.txt").touch()
