@@ -5,17 +5,21 @@ from __future__ import annotations
 import ast
 import doctest
 import inspect
+import json
 import re
 import sys
 import tomllib
+from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 
 import matplotlib as mpl
 import pytest
 import torch
+from typer.main import get_command
 
 import ln_probe
+from ln_probe.cli import app
 
 PACKAGE = Path(ln_probe.__file__).parent
 FLOORS = ("ln_probe.hooks", "ln_probe.analyses")  # from the bottom up; everything else of ln_probe stands on both
@@ -139,3 +143,18 @@ def test_an_example_runs(
         result = eval(compile(example.source, name, kind), names) if example.want else exec(example.source, names)
         if example.want and "…" not in example.want:
             assert repr(result) == example.want.strip()
+
+
+def test_defaults_are_those_that_users_know() -> None:
+    """Another default is another number for whoever relies on it: it is entered here and in CHANGELOG."""
+    names, found = dict(PUBLIC), {}
+    for module in (name for name in modules() if ".lab." in name):
+        own = {k: v for k, v in vars(import_module(module)).items() if getattr(v, "__module__", "") == module}
+        names |= {f"{module}.{k}": v for k, v in own.items() if not k.startswith("_")}
+    names |= {f"ln-probe {name}": command.callback for name, command in get_command(app).commands.items()}
+    for name, value in names.items():
+        known = inspect.isfunction(value) or (is_dataclass(value) and callable(value))
+        signature = inspect.signature(value).parameters.values() if known else ()
+        given = {p.name: str(p.default) for p in signature if isinstance(p.default, int | float | str | tuple)}
+        found |= {name: given} if given else {}
+    assert found == json.loads((Path(__file__).parent / "defaults.json").read_text())
