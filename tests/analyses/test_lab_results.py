@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from lab_models import ran, write_words
 from scipy import stats
@@ -25,12 +24,6 @@ from ln_probe.analyses.lab.train import TrainConfig
 from ln_probe.analyses.lab.transformer import LabConfig
 
 SHARES = st.lists(st.floats(0, 1), min_size=2, max_size=12)
-
-
-@given(SHARES)
-def test_shares_stay_between_0_and_1_and_hold_their_mean(shares: list[float]) -> None:
-    center, low, high = share_interval(np.array(shares))
-    assert 0 <= low <= center <= high <= 1
 
 
 def test_seeds_that_agree_count_as_one_trial_each() -> None:

@@ -308,7 +308,12 @@ def test_encoder(tiny: Tiny, books: tuple[Path, Path], monkeypatch: pytest.Monke
         json.loads((run.folder.parents[1] / "passages" / run.folder.name / "lab.json").read_text())["model"]["classes"]
         == 2
     )
-    of_books, books_of = text_task.PassagesTask(books, task.text, 32, 100).held_out()
+    passages_task = text_task.PassagesTask(books, task.text, 32, 100)
+    for quick, sizes in ((True, (40, 16, 4)), (False, (150, 32, 15))):
+        request = Request(run.folder, (1,), quick=quick, texts=books)
+        (tuning,) = (each.training for each in encoder.passage_runs(request, [run], passages_task))
+        assert (tuning.steps, tuning.batch, tuning.warmup) == sizes
+    of_books, books_of = passages_task.held_out()
     with torch.no_grad():
         logits = tuned(of_books)
     rows = passages[(passages["norm"] == "projection_only") & (passages["shape"] == "wide")]

@@ -63,13 +63,6 @@ def test_unprojecting_changes_scores_by_exactly_the_predicted_amount() -> None:
     assert float((without - with_).abs().max()) > 0.01
 
 
-def test_random_directions_are_near_ninety_degrees() -> None:
-    """Mean folded angle of a random direction: 90° - (180/π)·sqrt(2/(π d)) to first order."""
-    for d in (64, 768):
-        expected = 90 - math.degrees(math.sqrt(2 / (math.pi * d)))
-        assert queries.random_angle(d) == pytest.approx(expected, abs=0.3)
-
-
 def test_entropy_sees_only_visible_keys() -> None:
     s = torch.tensor([[[1.0, 99.0, -99.0], [1.0, 3.0, 99.0], [2.0, 2.0, 2.0]]], dtype=torch.float64)
     hidden = torch.ones(3, 3).triu(1).bool()

@@ -55,6 +55,14 @@ def refused(*args: object) -> str:
 # ------------------------------------------------------------------------------------------------------ bad values
 
 
+def test_quiet_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[bool] = []
+    monkeypatch.setattr(ln_probe, "freezing_cost", lambda *_, progress, **more: shown.append(progress) or float("no"))
+    for words in ([], ["--quiet"]):
+        ends(1, "freezing-cost", "lm-none", *words)
+    assert shown == [True, False]
+
+
 @pytest.mark.parametrize("words", [["merge", "out"], ["reprot"], ["lab", "compile", "x.crasp"]])
 def test_a_command_that_does_not_exist(words: list[str]) -> None:
     said = refused(*words)
