@@ -74,8 +74,8 @@ def test_a_model_without_norms_is_reported_as_such() -> None:
     assert {t.name for t in TABLES if len(report.tables[t.name])} == {"heads", "keys", "sinks", "sink_heads"}
     assert report.sinks["kind"].str.startswith("first").tolist() == [True]
     assert report.sinks["length_ratio"].isna().all()
-    sinks = next(text for text in report.findings() if "Sinks" in text)
-    assert "if uniform" in sinks
+    sinks = next(text for text in report.findings() if "position 0" in text)
+    assert "uniform: " in sinks
     assert not any(word in sinks for word in ("nan", "median", "Not measured"))
     assert "no normalization" in report.notes[0]
     assert "no normalization" in report.findings()[0]
