@@ -101,7 +101,7 @@ def test_the_five_questions_in_their_order() -> None:
             "'·b'",
             "12 times",
         ),
-        ("80.0 %", "70.0 %", "90.0 % (L0H0)"),
+        ("80.0 %", "70.0 % with scaling frozen", "90.0 % (L0H0)"),
     ]
     for text, words in zip(texts, figures, strict=True):
         places = [text.find(word) for word in words]
