@@ -47,7 +47,7 @@ ABOUT = {
 }
 WHOLE = report_tables(
     causal=[row("all", "no_scaling", 0.411, 0.04), row("all", "no_projection", 0.002, 0.001),
-            row("attention", "no_scaling", 0.1)],
+            row("attention", "no_scaling", 0.1), row("attention", "no_projection", 0.1)],
     causal_prompts=[
         {"prompt": i, "stratum": f"book {i % 2}", "sites": "all", "variant": "no_scaling", "loss": 4.0,
          "delta_loss": 0.1 * i, "shift": 0.0, "n": 1 + i} for i in range(4)
