@@ -117,6 +117,7 @@ def test_the_table_and_the_picture() -> None:
     row = table.query("layer == 2 and batch == 1 and position == 1").iloc[0]
     logits = lens.values[2, 1, 1]
     assert row["logit"] == pytest.approx(float(logits[5] - logits.mean()), abs=1e-5)
+    assert row["entropy"] == pytest.approx(float(torch.distributions.Categorical(logits=logits).entropy()), abs=1e-4)
     with torch.no_grad():
         last = model(text)[0, -1]
     assert logit_lens(model, text, pos=-1).table["logit"].iloc[-1] == pytest.approx(float(last.max()), abs=1e-4)
