@@ -184,18 +184,12 @@ def freezing_cost(
     sentence = loss_change(row, objective.unit, f"{SCALING_FROZEN.wording} at {PLACES['all']}")
     estimate, low, high = (float(row[f"delta_loss{end}"]) for end in ("", "_low", "_high"))
     return FreezingCost(
-        estimate,
-        low,
-        high,
-        float(row["loss"] - row["delta_loss"]),
-        strata,
-        table,
-        start.run.constants,
+        estimate, low, high, float(row["loss"] - row["delta_loss"]), strata, table, start.run.constants,
         sentence if math.isnan(row["delta_loss_low"]) else f"{sentence} {strata_sentence(strata)}".strip(),
         start.provenance["prompts"],
         objective.unit,
         notes,
-    )
+    )  # fmt: skip
 
 
 def norm_constants(

@@ -221,8 +221,10 @@ class Report:
         try:
             with replacing(folder / PAGE_FILE) as page:
                 page.write_bytes(encodable(report_page(self, index)).encode())
-        finally:  # also where a probe's own picture fails; without this file a report is not finished
+        except Exception:  # of a probe's own picture: the numbers are whole
             write_text(folder / REPORT_FILE, manifest)
+            raise
+        write_text(folder / REPORT_FILE, manifest)  # without it a report is not finished
         return folder
 
 

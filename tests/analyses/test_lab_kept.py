@@ -351,9 +351,7 @@ def test_committed_values_are_measured_again(experiment: str, tmp_path: Path, mo
     both = measured.merge(committed[[*exact, value]], on=exact, how="left", suffixes=("", "_committed"))
     assert len(both) == len(measured)
     assert len(both) > 15
-    np.testing.assert_allclose(
-        both[value], both[f"{value}_committed"].fillna(0), rtol=1e-4
-    )  # undecided: none, not committed
+    np.testing.assert_allclose(both[value], both[f"{value}_committed"].fillna(0), rtol=1e-4)  # 0 undecided: no row
 
 
 def test_contrasts_of_registered_runs_follow_from_the_values() -> None:

@@ -88,6 +88,7 @@ def test_every_value_by_head_is_that_of_its_table(report: Report) -> None:
     assert table.loc[(1, 2), "delta_loss"] == effects.loc[(1, 2, "no_scaling"), "estimate"]
     assert table["estimated"].tolist() == [place == (1, 2) for place in table.index]
     assert report.by_head("delta_loss")["delta_loss"].abs().is_monotonic_decreasing
+    assert report.by_head("p")["p"].dropna().is_monotonic_increasing
     assert Report().by_head().empty
     assert Report().by_head().columns.tolist() == report.by_head().columns.tolist()
     without = replace(report, tables={**report.tables, "head_effects": report.head_effects.iloc[:0]}).by_head()
