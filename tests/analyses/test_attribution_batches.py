@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 from architectures import make_bridge
@@ -177,3 +178,22 @@ def test_features_that_do_not_fit() -> None:
         Features.of(Dictionary("blocks.5.hook_resid_pre"), cache)
     with pytest.raises(AttributionError, match=r"blocks\.1\.hook_mlp_out"):
         attribute_scores(model, TOKENS, 1, 2, 7, 3, features=Features("blocks.1.hook_mlp_out", vectors, active))
+
+
+def test_features_of_the_scores_of_several_prompts() -> None:
+    model, batch = make_bridge("gpt2", torch.float64), torch.stack([TOKENS, TOKENS.flip(0)])
+    dictionary = Dictionary("blocks.1.hook_resid_pre")
+
+    def sums(tokens: Tensor) -> pd.Series:
+        features = Features.of(dictionary, model.run_with_cache(tokens)[1])
+        table = attribute_scores(model, tokens, 1, 2, 7, 3, features=features).check().table
+        return (
+            table[table["side"] == "key"]
+            .assign(batch=table.get("batch", 0))
+            .groupby(["batch", "kind"])["contribution"]
+            .sum()
+        )
+
+    both = sums(batch)
+    for i, row in enumerate(batch):
+        pd.testing.assert_series_equal(both[i], sums(row[None])[0], rtol=1e-9)

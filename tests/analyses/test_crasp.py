@@ -39,17 +39,6 @@ def test_names_precedence_comments_and_line_ends() -> None:
     assert program.name == "out"
 
 
-def test_depth_goes_through_names_and_counts_only_what_the_output_needs() -> None:
-    assert parse("x := #[Q_a] > 0   y := #[x] > 1   z := y and x").depth == 2
-    assert parse("x := #[#[Q_a] > 0] > 0   y := Q_b").depth == 0
-
-
-def test_a_name_may_be_symbol_and_programs_may_be_long() -> None:
-    assert parse("symbol := Q_a").run("ab").tolist() == [True, False]
-    assert parse(programs.last_block(200)).run("ab").tolist() == [False, False]
-    assert parse("A := 2147483647 * #[Q_a]").run("aaa")[-1] == 3 * 2147483647
-
-
 @pytest.mark.parametrize(("source", "line", "column"), [
     ("", 1, 1),
     ("A = 3", 1, 3),

@@ -269,12 +269,3 @@ def test_two_keys_and_their_copies() -> None:
             got = np.flatnonzero(which == i)
             assert (geometry.attainable[got] <= weight * (1 + 1e-15 * abs(best))).all()
             assert (geometry.attainable_upper[got] >= weight * (1 - 1e-15 * abs(best))).all()
-
-
-def test_a_bias_that_all_keys_share_is_none() -> None:
-    for n in range(3, 30):
-        keys = np.random.default_rng(n).standard_normal((n, 2))
-        alone, shared = ln_probe.key_geometry(keys), ln_probe.key_geometry(keys, np.full(n, 0.1))
-        assert (shared.verdict == alone.verdict).all()
-        assert (shared.margin_lower == alone.margin_lower).all()
-        assert (shared.margin_upper == alone.margin_upper).all()

@@ -48,6 +48,9 @@ def test_norms_by_definition(kind: str, radius: float | None, seed: int) -> None
     norm.hook_scale.add_hook(lambda scale, hook: seen.append(scale))
     torch.testing.assert_close(norm(x), expected, rtol=1e-10, atol=1e-12)
     assert seen[0].shape == (5, 1)
+    given = Norm("none", 8, divisor=3.0).double()
+    with calibrate(given):
+        torch.testing.assert_close(given(x), x / 3.0)
 
 
 def test_layernorm_is_torchs() -> None:

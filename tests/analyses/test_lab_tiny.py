@@ -74,6 +74,7 @@ def tiny(tmp_path: Path, books: tuple[Path, Path], monkeypatch: pytest.MonkeyPat
         texts = {"texts": books} if EXPERIMENTS[experiment].needs_text else {}
         results = ran(experiment, tmp_path / "out", seeds, **texts | (request or {}))
         assert_written(results, tmp_path / "out")
+        assert all(read_metrics(run.folder)["seconds"].between(0, 600).all() for run in runs if run.finished)
         return results, runs
 
     return run
@@ -357,18 +358,21 @@ def test_two_by_two(experiment: str, tiny: Tiny, books: tuple[Path, Path], monke
         models |= {(norm, 0): load_run(folder).eval() for norm, folder in folders.items()}
     for (norm, seed), model in models.items():
         assert values[norm, seed, -1, "valid_loss"] == pytest.approx(next_token_loss(model, windows), rel=1e-4)
-    model, block = models["scaling_only", first + 1], models["scaling_only", first + 1].blocks[1]
-    _, cache = model.run_with_cache(held_out(text, 1))
-    sigma = cache["blocks.1.ln1.hook_scale"].clone()
-    sigma[:, 1:] = sigma[:, 1:].mean()
-    flat = cache["blocks.1.hook_resid_pre"] / sigma * block.ln1.w + block.ln1.b
-    heads = torch.einsum("bpd,hde->bhpe", flat, block.attn.W_K) + block.attn.b_K[:, None]
-    for measure, keys in (
-        ("unselectable_fraction", cache["blocks.1.attn.hook_k"].transpose(1, 2)),
-        ("unselectable_without_scaling", heads),
-    ):
-        share = interior_share(keys.flatten(0, 1))
-        assert values["scaling_only", first + 1, 1, measure] == pytest.approx(share, abs=1e-9)
+    for norm in ("scaling_only", "layernorm"):
+        model, block = models[norm, first + 1], models[norm, first + 1].blocks[1]
+        _, cache = model.run_with_cache(held_out(text, 1))
+        sigma = cache["blocks.1.ln1.hook_scale"].clone()
+        sigma[:, 1:] = sigma[:, 1:].mean()
+        stream = cache["blocks.1.hook_resid_pre"]
+        kept = stream - stream.mean(-1, keepdim=True) if norm == "layernorm" else stream
+        flat = kept / sigma * block.ln1.w + block.ln1.b
+        heads = torch.einsum("bpd,hde->bhpe", flat, block.attn.W_K) + block.attn.b_K[:, None]
+        for measure, keys in (
+            ("unselectable_fraction", cache["blocks.1.attn.hook_k"].transpose(1, 2)),
+            ("unselectable_without_scaling", heads),
+        ):
+            share = interior_share(keys.flatten(0, 1))
+            assert values[norm, first + 1, 1, measure] == pytest.approx(share, abs=1e-9)
     if bundled:
         model = models["layernorm", 0]
         for term in ("scaling", "projection"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import folded_in_place, make_bridge, make_hooked
+from architectures import make_bridge, make_hooked
 from small_models import lab
 from torch import Tensor
 
@@ -88,15 +88,6 @@ def test_the_lens_is_plain_torch(name: str, dtype: torch.dtype) -> None:
     from_cache = logit_lens(model, cache, [-1, 3]).check()
     assert from_cache.at.tolist() == [[9, 3]]
     assert torch.allclose(from_cache.values, lens.values[:, :, [9, 3]], atol=2e-5 * scale)
-
-
-@pytest.mark.parametrize("make", [make_hooked, lambda **options: make_bridge("gpt2", **options)])
-@pytest.mark.parametrize("scale", ["own", "final"])
-def test_raw_and_folded_models_have_the_same_lens(make: Callable[..., Any], scale: str) -> None:
-    raw = logit_lens(make(dtype=torch.float64), TOKENS, scale=scale).values
-    for centre in (False, True):
-        folded = logit_lens(folded_in_place(make(dtype=torch.float64), centre=centre), TOKENS, scale=scale).check()
-        assert torch.allclose(folded.values, raw, atol=5e-6)  # (TransformerLens folds in float32)
 
 
 def test_the_final_scale() -> None:

@@ -56,13 +56,6 @@ def test_translations_keep_values_and_depth(drawn: Expression, word: str) -> Non
     assert all(values == drawn.at(word) for values in translations(drawn, word))
 
 
-@pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
-@given(drawn=BOOLEANS, word=WORDS)
-def test_translations_of_2000_random_programs(drawn: Expression, word: str) -> None:
-    assert all(values == drawn.at(word) for values in translations(drawn, word))
-
-
 @pytest.mark.parametrize(("call", "source", "line", "column", "said"), [
     (parse_formula, "Q_a and", 1, 8, "the formula ends too early; expected an expression"),
     (parse_formula, "#[Q_a]\n  + 1", 1, 1, "this is a count; expected a comparison, or a Boolean"),

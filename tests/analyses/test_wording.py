@@ -73,12 +73,6 @@ WHOLE = report_tables(
 )  # fmt: skip
 
 
-def test_at_most_twelve_templates_of_whole_sentences() -> None:
-    assert 5 <= len(TEMPLATES) <= 12
-    for name in TEMPLATES:
-        assert getattr(wording, name).endswith(".")
-
-
 def test_the_five_questions_in_their_order() -> None:
     found = findings(WHOLE, ABOUT)
     assert [finding.question for finding in found] == ["loss"] * 3 + ["heads", "keys", "sinks", "uniform"]
@@ -128,6 +122,9 @@ def test_a_decrease_of_the_loss_comes_first() -> None:
     assert texts[0].startswith("Removing projection")
     assert "0.400" in texts[0]
     assert texts[1].startswith(f"{EDIT} raises")
+    no_op = {"causal": {"no_op": {"no_scaling": "none: it does not scale"}}}
+    texts = [finding.text for finding in findings(report_tables(causal=rows), no_op)[:2]]
+    assert [text.split()[0] for text in texts] == ["Removing", "Freezing"]
 
 
 @pytest.mark.parametrize(("values", "unit", "text"), [

@@ -93,6 +93,7 @@ def test_it_opens_in_transformers(lab: Any, folder: Path) -> None:
     expected = AutoTokenizer.from_pretrained(folder)(text).input_ids
     plain = PlainTokenizer(str(folder / "tokenizer.json"), "<|endoftext|>", "<|endoftext|>")  # of the first command
     assert expected == lab.tokenizer(text).input_ids == plain(text)["input_ids"]
+    assert plain.decode(expected) == text
 
 
 TEXT = "In the beginning God created the heaven and the earth."

@@ -20,14 +20,12 @@ import pytest
 import torch
 from faulty import command, ends, lab_model, without_pages, write_prompts
 from safetensors.torch import load_file
-from typer.main import get_command
 
 import ln_probe
 from ln_probe import batch, cli
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Experiment, Request
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.batch import Outcome, Settings, Target
-from ln_probe.cli import app
 from ln_probe.models import BUNDLED
 
 OPTIONS = ["from", "checkpoints", "prompts", "max-prompts", "max-tokens", "groups", "loss", "probes", "layers"]
@@ -61,13 +59,6 @@ def test_quiet_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     for words in ([], ["--quiet"]):
         ends(1, "freezing-cost", "lm-none", *words)
     assert shown == [True, False]
-
-
-@pytest.mark.parametrize("words", [["merge", "out"], ["reprot"], ["lab", "compile", "x.crasp"]])
-def test_a_command_that_does_not_exist(words: list[str]) -> None:
-    said = refused(*words)
-    assert "no command" in said
-    assert ("did you mean report?" in said) == (words == ["reprot"])
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -160,11 +151,6 @@ def test_the_first_command_leaves_transformer_lens_out() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ what it does
-
-
-def test_the_options_of_a_report() -> None:
-    options = {name for parameter in get_command(app).commands["report"].params for name in parameter.opts}
-    assert options == {f"--{name}" for name in (*OPTIONS, "overwrite", "quiet")} | {"targets"}
 
 
 def test_names_and_versions() -> None:

@@ -137,6 +137,12 @@ def test_the_paired_table_by_definition(models: list[Report]) -> None:
         assert (row["prompts_more"], row["n"]) == ((each > 0).sum(), 40)
     for family in (sites[:2], sites[2:]):
         assert table.loc[list(family), "p"].tolist() == pytest.approx(holm([p[site] for site in family]).tolist())
+    one, other = (
+        r.causal_prompts.assign(n=r.causal_prompts["n"].where(r.causal_prompts["prompt"] < 30, 0)) for r in reports
+    )
+    one.loc[one["n"] == 0, "delta_loss"] = np.nan  # nothing to predict
+    short = [replace(r, tables={"causal_prompts": t}) for r, t in zip(reports, (one, other), strict=True)]
+    assert set(ln_probe.compare(short).paired["n"]) == {30}
     infinite = reports[1].causal_prompts.assign(delta_loss=np.inf)
     other = replace(reports[1], tables={"causal_prompts": infinite})
     assert ln_probe.compare([reports[0], other]).paired["prompts_more"].isna().all()

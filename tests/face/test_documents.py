@@ -58,19 +58,6 @@ def test_every_claim_of_the_sources_has_its_figure_or_its_reason() -> None:
     assert "| 0.75 (read off) | 0.64 [0.59, 0.68] | partly |" in "".join(shown)
 
 
-def test_a_table_shows_the_rows_of_its_files(tmp_path: Path) -> None:
-    found = MEASURED["table"](
-        "bench/results/optimal.csv", ["model = `{model}`", "change = {delta_mean:+.2f}"], "group == 'attention'"
-    )
-    rows = pd.read_csv(RESULTS / "optimal.csv").query("group == 'attention'")
-    expected = [f"| `{r.model}` | {r.delta_mean:+.2f} |" for r in rows.itertuples()]
-    assert found.splitlines() == ["| model | change |", "| --- | --- |", *expected]
-    unknown = MEASURED["table"]("bench/results/headline.csv", ["d = {difference:+.3f}"], "model == 'smollm2-135m'")
-    assert unknown.splitlines()[-1] == "| – |"  # no number: logits overflow
-    with pytest.raises(ValueError, match="title"):
-        MEASURED["table"]("bench/results/headline.csv", ["{model}"])
-
-
 def test_every_table_has_its_command_and_is_shown() -> None:
     about = pd.read_csv(RESULTS / "about.csv")
     assert list(about["table"]) == sorted({p.stem for p in RESULTS.glob("*.csv")} - {"about"})
@@ -201,17 +188,6 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
         assert len(rows) == row["n"] == 64
         mean = (rows["delta_loss"] * rows["n"]).sum(skipna=False) / rows["n"].sum()
         np.testing.assert_allclose(mean, row["delta_loss"], rtol=2e-5, atol=1e-5)
-
-
-def test_a_text_that_is_missing_or_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = script("measure")
-    monkeypatch.setattr(measure, "SHARED", tmp_path)
-    with pytest.raises(SystemExit, match=r"kjv\.txt.*[0-9a-f]{64}"):
-        measure.corpus("kjv.txt")
-    (tmp_path / "corpora").mkdir()
-    (tmp_path / "corpora" / "kjv.txt").write_text("In the end")
-    with pytest.raises(SystemExit, match="another"):
-        measure.corpus("kjv.txt")
 
 
 WORDS = ["?", "<s>", "</s>", "whale", "swims", "under", "ship", "men", "row", "land", "before", "night", "storm"]

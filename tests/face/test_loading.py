@@ -344,7 +344,7 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("ln_probe.analyses.lab.train.load_run", load_run)
     (tmp_path / "lab.json").write_text("{}")
-    source = source_of(load_model(tmp_path, device="cpu", dtype="float64"))
+    source = source_of(load_model(tmp_path, device="cpu", dtype=torch.float64))
     assert (source.kind, source.world, source.dtype, source.revision) == ("lab", "lab", "float64", None)
     assert source_of(load_model(f"{tmp_path}@step40", device="cpu")).revision == "step40"
     load_model(tmp_path, device="cpu", revision=7)

@@ -22,12 +22,11 @@ from made_up import HOSTILE, UNSEEN, Page, lab_page
 import ln_probe
 from ln_probe.exhibits import Exhibits, to_bytes
 from ln_probe.hooks import without
-from ln_probe.models import BUNDLED
 from ln_probe.page import attention, figures, own_script
 from ln_probe.page import tables as page_tables
 from ln_probe.page.index import IndexEntry, index_page, short_names, write_index
 from ln_probe.page.page import notebook_cell, report_page
-from ln_probe.page.tables import in_order, table
+from ln_probe.page.tables import table
 from ln_probe.report import Report
 
 
@@ -142,12 +141,6 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
         "L0H0": 3, "L0H1": -1, "L0H2": 3, "L1H0": 5, "L1H1": 0, "L1H2": 0,
     }, "the last colour begins at the largest change"  # fmt: skip
     assert attention.head_map(effects(one, [])).legend == (("unknown", "not measured"),)
-
-
-def test_the_first_keys_are_those_that_nothing_selects_and_then_those_of_little_attention(report: Report) -> None:
-    keys = report.keys[report.keys["variant"] == "intact"]
-    ranked = keys.assign(selectable=keys["verdict"] != "unselectable").sort_values(["selectable", "attainable"])
-    assert in_order(report.keys)["attainable"][:8].tolist() == ranked["attainable"][:8].tolist()
 
 
 def test_tables_of_a_page_hold_text_and_six_digits(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,12 +343,6 @@ def test_a_folder_of_reports_has_an_index(report: Report, tmp_path: Path) -> Non
     assert 'id="table-comparison"' in html
     assert "bad failed: ValueError: broken" in Page(html).text
     assert "old failed" in Page(html).text
-
-
-def test_an_index_says_what_the_bundled_models_are(report: Report) -> None:
-    assert set(BUNDLED) == set(ln_probe.bundled_models())
-    text = Page(index_page([IndexEntry(n, f"{n}/report.html", named(report, n)) for n in BUNDLED])).text
-    assert all(sentence in text for sentence in BUNDLED.values())
 
 
 def test_an_index_of_checkpoints_is_drawn_over_training(report: Report) -> None:

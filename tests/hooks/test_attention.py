@@ -21,7 +21,6 @@ from ln_probe.analyses.geometry.queries import query_ellipsoid
 from ln_probe.analyses.lab.transformer import alibi_slopes
 from ln_probe.hooks import find_norms
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, _slopes, read_heads
-from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.stream import ActivationError, AttentionInput, stream
 
 TOKENS = torch.arange(3, 27) % 50
@@ -118,31 +117,6 @@ def test_among_tiny_scores_the_nearest_divisor_counts(dtype: torch.dtype) -> Non
 
 
 ROW = torch.arange(1, 21)
-
-
-def test_streamed_norms_are_the_cached_ones() -> None:
-    model = make_bridge("neox")
-    sites = find_norms(model)
-    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def keep(site: Norm, x: torch.Tensor, y: torch.Tensor) -> None:
-        assert site.name not in seen, "a norm was seen twice in one pass"
-        seen[site.name] = x, y
-
-    stream(model, ROW, sites, on_norm=keep)
-    _, cache = model.run_with_cache(ROW[None])
-    assert list(seen) == [s.name for s in sites]
-    for name, (x, y) in seen.items():
-        torch.testing.assert_close(x, cache[f"{name}.hook_in"][0])
-        torch.testing.assert_close(y, cache[f"{name}.hook_out"][0])
-
-
-def test_hooked_transformer_counts_once() -> None:
-    """HookedTransformer calls ln1 three times a pass (query, key, value)."""
-    model = make_hooked()
-    calls: list[str] = []
-    stream(model, ROW, find_norms(model), on_norm=lambda site, x, y: calls.append(site.name))
-    assert calls == ["blocks.0.ln1", "blocks.0.ln2", "blocks.1.ln1", "blocks.1.ln2", "ln_final"]
 
 
 def test_only_wanted_layers_and_nothing_left_behind() -> None:
