@@ -273,7 +273,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     return seen
 
 
-def test_an_experiment_is_run(requests: list[Request]) -> None:
+def test_an_experiment_is_run(requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
     EXPERIMENTS["other"] = replace(EXPERIMENTS["toy"], source="nobody 2020, part 2", quick_seeds=1)
     EXPERIMENTS["last"] = replace(EXPERIMENTS["toy"], source="nobody 2020")
     listed = ends(0, "lab", "list")[0].partition("nobody\n")[2]
@@ -283,14 +283,15 @@ def test_an_experiment_is_run(requests: list[Request]) -> None:
         f"  other: a toy (part 2)\n{seeds.replace('2 seeds', '1 seed')}\n  last: a toy\n{seeds}\n"
     )
     line = ["lab", "run", "toy", "--out", "runs", "--quick"]
+    monkeypatch.setattr(sys, "argv", ["/bin/ln-probe", *line])
     printed, said = ends(0, *line)
     assert "loading PyTorch" in said
     assert printed.splitlines()[1].split()[0] == "a", "rows are not numbered"
-    assert requests[-1].seeds == (0, 1)
-    assert json.loads(Path("runs/results.json").read_text())["experiment"] == "toy"
+    assert requests == [Request(Path("runs"), (0, 1), quick=True)]
+    about = json.loads(Path("runs/results.json").read_text())
+    assert (about["experiment"], about["command"]) == ("toy", "ln-probe lab run toy --out runs --quick")
     assert ends(0, *line, "--seeds", "5", "--quiet")[1] == ""
-    assert requests[-1].seeds == (0, 1, 2, 3, 4)
-    assert [request.progress for request in requests] == [True, False]
+    assert requests[-1] == replace(requests[0], seeds=(0, 1, 2, 3, 4), progress=False)
     Path("text.txt").touch()
     options = "--out more --jobs 2 --text text.txt --tokenizer runs --device cpu"
     ends(0, "lab", "run", "text_toy", *options.split())

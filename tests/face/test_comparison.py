@@ -161,3 +161,4 @@ def test_only_what_is_comparable_is_paired(change: dict[str, Any], same_loss: bo
     assert len(both.notes) == 1
     assert both.notes[0] in both._repr_html_()
     assert ln_probe.compare(models[:2]).notes == ()
+    assert ln_probe.compare(models)._repr_html_().count("<svg") == 1, "without the picture over training"

@@ -212,6 +212,7 @@ READ = {"allow_pickle": True}
     (other_class("BertModel", "bert", add_pooling_layer=False), {}, None, "meaningless"),  # a head drawn at random
     (other_class("GPT2ForSequenceClassification", "gpt2"), {}, None, "meaningless"),  # the embedding in its place
     (other_class("GPT2Model", "gpt2"), {}, None, "loaded as GPT2LMHeadModel"),  # which is tied
+    (config(architectures=[]), {}, None, "loaded as GPT2LMHeadModel"),
 ])  # fmt: skip
 def test_a_folder_is_loaded_faithfully_or_refused_in_a_line(
     folder: Path, change: Change, options: Any, error: Any, word: str
@@ -234,6 +235,8 @@ def test_a_folder_is_loaded_faithfully_or_refused_in_a_line(
         report = ln_probe.analyze(first, TOKENS, probes=["decomposition"], progress=False)
         of_head = [note for note in report.notes if "it belongs to the head" in note]
         assert bool(of_head) == hasattr(getattr(first, "original_model", None), "bert")
+        measured = set(report.layernorms["site"])
+        assert ("blocks.0.ln1" in measured, "ln_final" in measured) == (True, not of_head)
     assert not (folder / "ran").exists(), "code that came with the model was run"
 
 

@@ -76,6 +76,7 @@ def test_texts_need_its_tokenizer() -> None:
     report = ln_probe.analyze(model, "the lamp was lit", tokenizer=tokenizer, **how)
     tokens = report.keys.query("layer == 0 and head == 0 and variant == 'intact'").sort_values("position")["token"]
     assert [t.strip() for t in tokens] == ["<s>", "the", "lamp", "was", "lit"]
+    assert report.provenance["calibration"]["count"] > 1, "one prompt is measured with constants of other text"
     with pytest.raises(ValueError, match="no tokenizer"):
         ln_probe.analyze(model, "the lamp was lit", **how)
 

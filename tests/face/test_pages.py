@@ -379,7 +379,9 @@ def test_names_on_axes_are_cut_in_the_middle() -> None:
     assert re.fullmatch("am+…m+z", figures.axis_text(longer))
 
 
-def test_a_lab_page_holds_its_pictures(tmp_path: Path) -> None:
-    html = lab_page(tmp_path, {"a": 1.0}, figures={"loss_by_step": figures.Figure((1, 1))})
+def test_a_lab_page_holds_its_pictures_and_its_table(tmp_path: Path) -> None:
+    html = lab_page(tmp_path, {"None": 1.0}, figures={"loss_by_step": figures.Figure((1, 1))})
     assert "Loss by step" in Page(html).text
     assert base64.b64encode((tmp_path / "loss_by_step.png").read_bytes()).decode() in html
+    rows = unpacked(re.search(r'class="rows">([^<]*)<', html)[1])["data"]  # type: ignore[index]
+    assert (rows["norm"], rows["mean"]) == (["None"], [1])

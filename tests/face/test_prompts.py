@@ -238,6 +238,7 @@ def test_masks_that_cannot_be_used(mask: list[list[int]], word: str, model: Any)
 
 @pytest.mark.parametrize(("options", "word"), [
     ({"max_tokens": "x"}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
     ({"max_prompts": 0}, "max_prompts"),
     ({"prepend_bos": "no"}, "prepend_bos"),
     ({"model": 3}, "int"),
