@@ -266,6 +266,17 @@ def test_a_damaged_gguf_file(content: bytes, tmp_path: Path) -> None:
     assert str(raised.value).count(str(tmp_path)) == 1
 
 
+def test_a_gguf_file_without_some_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unpacked(*_: Any, output_loading_info: bool = False, **more: Any) -> Any:
+        return (model, {"missing_keys": {"w"}}) if output_loading_info else model
+
+    model = hugging_face("gpt2")
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", unpacked)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ValueError, match="lacks"):
+        load_model(tmp_path / "model.gguf")
+
+
 @pytest.mark.parametrize(("name", "options", "error", "word"), [
     *((path, {}, FileNotFoundError, "exist") for path in ("./nowhere", "/nowhere/at/all", "~/no", "a/b/c", "m.gguf")),
     *((name, {}, ValueError, "no model") for name in ("nul\0byte", "né", "-rf", "a b", "x" * 5000)),

@@ -235,6 +235,21 @@ def test_each_panel_over_training_shows_the_changes_of_its_edit(report: Report) 
         assert axes.xaxis.get_transform().linthresh == 100
 
 
+def test_norms_and_keys_are_drawn_over_the_depth(report: Report) -> None:
+    shares, sigmas = figures.norms_over_depth(report).axes
+    for axes, column in ((shares, "projected_share"), (sigmas, "sigma_mean")):
+        assert [mark[1:3] for mark in marks(axes)] == list(enumerate(report.layernorms[column].round(6)))
+    low, high = sigmas.get_ylim()
+    assert [tick for tick in sigmas.get_yticks() if low < tick < high] == [0.5, 1, 2, 5], "of a logarithmic axis"
+    assert [text.get_text() for text in shares.get_yticklabels()][:3] == ["1 %", "2 %", "3 %"], "within one decade"
+    few = report.heads.assign(unselectable=report.heads["head"] ** 2 / 10_000)  # the last 0.09 %
+    axes = figures.keys_over_depth(replace(report, tables={**report.tables, "heads": few})).axes[0]
+    places = [(marker, layer + shift) for marker, shift in (("o", -0.1), ("s", 0.1)) for layer in (0, 1)]
+    assert [mark[:3] for mark in marks(axes)] == [(marker, x, 0.00025) for marker, x in places]
+    assert [c.get_segments()[0].tolist() for c in axes.collections] == [[[x, 0], [x, 0.0009]] for _, x in places]
+    assert (axes.get_ylim()[0], axes.get_ylim()[1] >= 0.01) == (0, True), "small shares look small"
+
+
 def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     shown = report.exhibits.attention
     content = unpacked(attention.attention_data(report)["data"])
