@@ -242,12 +242,26 @@ def test_norms_and_keys_are_drawn_over_the_depth(report: Report) -> None:
     low, high = sigmas.get_ylim()
     assert [tick for tick in sigmas.get_yticks() if low < tick < high] == [0.5, 1, 2, 5], "of a logarithmic axis"
     assert [text.get_text() for text in shares.get_yticklabels()][:3] == ["1 %", "2 %", "3 %"], "within one decade"
+    none = report.layernorms.assign(
+        projected_share=report.layernorms["projected_share"].where(lambda s: s.index > 0, 0.0)
+    )
+    axes = figures.norms_over_depth(replace(report, tables={**report.tables, "layernorms": none})).axes[0]
+    low, high = axes.get_ylim()
+    assert sum(low < tick < high for tick in axes.get_yticks()) >= 2, "over twelve decades"
     few = report.heads.assign(unselectable=report.heads["head"] ** 2 / 10_000)  # the last 0.09 %
     axes = figures.keys_over_depth(replace(report, tables={**report.tables, "heads": few})).axes[0]
     places = [(marker, layer + shift) for marker, shift in (("o", -0.1), ("s", 0.1)) for layer in (0, 1)]
     assert [mark[:3] for mark in marks(axes)] == [(marker, x, 0.00025) for marker, x in places]
     assert [c.get_segments()[0].tolist() for c in axes.collections] == [[[x, 0], [x, 0.0009]] for _, x in places]
     assert (axes.get_ylim()[0], axes.get_ylim()[1] >= 0.01) == (0, True), "small shares look small"
+    keys = {**report.provenance["selectability"], "random_unselectable": 0.25, "keys_per_prompt": 8}
+    upper, lower = figures.keys_over_depth(
+        replace(report, provenance={**report.provenance, "selectability": keys})
+    ).axes
+    for axes, level in ((upper, 0.25), (lower, 1 / 8)):  # random keys, uniform attention
+        assert [y for line in axes.lines for y in line.get_ydata() if line.get_linestyle() in (":", "--")] == [
+            level
+        ] * 2
 
 
 def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
