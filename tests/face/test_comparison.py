@@ -159,6 +159,9 @@ def test_only_what_is_comparable_is_paired(change: dict[str, Any], same_loss: bo
     assert not len(both.paired)
     assert both.summary["loss_difference"].notna().tolist() == [False, same_loss]
     assert len(both.notes) == 1
+    assert "not paired" in both.notes[0]
     assert both.notes[0] in both._repr_html_()
     assert ln_probe.compare(models[:2]).notes == ()
+    newer = ln_probe.compare([models[0], replace(models[1], provenance=models[1].provenance | {"ln_probe": "9"})])
+    assert (len(newer.paired), len(newer.notes), "not paired" in newer.notes[0]) == (1, 1, False)
     assert ln_probe.compare(models)._repr_html_().count("<svg") == 1, "without the picture over training"

@@ -245,6 +245,8 @@ def test_packed_rows_begin_where_their_positions_do(arch: str) -> None:
         assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-4)
     with pytest.raises(ValueError, match="several texts"):
         ln_probe.analyze(original, {"input_ids": row, "position_ids": positions})
+    with pytest.raises(ValueError, match="several texts"):
+        ln_probe.analyze(original, {"input_ids": row, "seq_lengths": [[5, 7, 4]]})
 
 
 @pytest.mark.parametrize(("begin", "end"), [(b"", b"\n"), (b"\xef\xbb\xbf", b"\r\n")])
