@@ -547,6 +547,7 @@ def test_the_model_is_its_definition(
 ) -> None:
     torch.manual_seed(seed)
     model = targets.RelativeConfig(20, heads, width, kernel, dot_product, norm, order).build().double()
+    assert {type(model.norm_attention), type(model.norm_ffn)} == {torch.nn.Identity if norm == "none" else Norm}
     if kernel == "table":
         torch.nn.init.normal_(model.bias)
     x = random_inputs(6, 20, seed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ln_probe.analyses.lab.language_model.encoder import Encoder, encoder_config
 from ln_probe.analyses.lab.language_model.published import Size, published_model
 from ln_probe.analyses.lab.norms import Norm, calibrate
 from ln_probe.analyses.lab.text_task import (
+    LARGE_VOCABULARY,
     LONGEST,
     PassagesTask,
     TextTask,
@@ -38,7 +41,8 @@ def test_logits_in_pieces(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             parameter.add_(0.3 * torch.randn_like(parameter))
     tokens = torch.randint(300, (3, 24))
     whole, parts = model(tokens, return_type="loss"), piecewise_loss(model, tokens)
-    assert parts.item() == pytest.approx(whole.item(), rel=1e-12)
+    of_task = TextTask.loss(cast("TextTask", SimpleNamespace(d_vocab=LARGE_VOCABULARY)), model, tokens)
+    assert parts.item() == of_task.item() == pytest.approx(whole.item(), rel=1e-12)
     wanted, got = (torch.autograd.grad(loss, list(model.parameters())) for loss in (whole, parts))
     for a, b in zip(wanted, got, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
@@ -164,6 +168,8 @@ def test_passages_come_from_their_books(books: tuple[Path, Path], text: TextTask
         assert int(tokens[0]) == text.boundary
         said, own = (text.tokenizer.decode(tokens[1:].tolist()), plain_words(books[int(book)].read_text()))
         assert said in own
+    task.train_tokens = [tokens[: task.length] for tokens in task.train_tokens]
+    assert len(task.batch(1, 8, seed=0)[0].unique(dim=0)) == 2, "of a text that is one passage long, that one"
     with pytest.raises(ValueError, match="2 texts"):
         PassagesTask(books[:1], text, 8, 4)
     (tmp_path / "short.txt").write_text("few words")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import cases
+from small_models import lab as small_lab
 from torch import Tensor
 
 import ln_probe
@@ -94,6 +95,8 @@ def test_it_opens_in_transformers(lab: Any, folder: Path) -> None:
     plain = PlainTokenizer(str(folder / "tokenizer.json"), "<|endoftext|>", "<|endoftext|>")  # of the first command
     assert expected == lab.tokenizer(text).input_ids == plain(text)["input_ids"]
     assert plain.decode(expected) == text
+    bare = small_lab(affine=False, affine_others=False)
+    assert distance(as_gpt2(bare)(TOKENS).logits, bare(TOKENS)) < 1e-5, "no gain is 1, no bias 0"
 
 
 TEXT = "In the beginning God created the heaven and the earth."
