@@ -159,7 +159,7 @@ def test_what_else_is_said_of_the_loss(causal: list[dict[str, Any]], provenance:
 
 @pytest.mark.parametrize(("change", "p", "unit", "text"), [
     (0.4, math.nan, NATS, "head L0H0 alone, the largest of 1 head, changes the loss by +0.4 nats/token: not tested"),
-    *((sign, 0.05, NATS, f"raises the loss for none of 1 head (6 prompts); largest: L0H0 {sign:+} ") for sign in (1, -1)),
+    *((sign, 0.05, NATS, f"for none of 1 head (6 prompts); largest: L0H0 {sign:+} ") for sign in (1, -1)),
     (0.0005, 0.01, "units of f", "raises the loss for 1 of 1 head (6 prompts); largest: L0H0"),
     (-0.4, 0.01, NATS, "significantly raises the loss for none of 1 head and lowers it for 1 (6 prompts)"),
 ])  # fmt: skip

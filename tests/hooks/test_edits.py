@@ -215,6 +215,7 @@ def test_a_norm_that_nobody_calls_or_reads() -> None:
         find_norms(model)
     model = lab()
     with torch.no_grad(), without(model, "scaling", scale=2.0):
+        model(TOKENS)
         model.blocks[0].ln1 = lab().blocks[0].ln1
         with pytest.raises(LostEditError, match=r"blocks\.0\.ln1"):
             model(TOKENS)
