@@ -90,7 +90,7 @@ def test_an_interrupted_run_continues_bit_for_bit(
     monkeypatch.setattr(TextTask, "loss", interrupted)
     with pytest.raises(StopHereError):
         train(task, config, SHORT, tmp_path / "cut", progress=False)
-    monkeypatch.undo()
+    calls = iter(range(26 - stop))  # of the 25 of a whole run, what came before is not done again
     resumed = train(task, config, SHORT, tmp_path / "cut", progress=False)
     assert_same_run(whole, tmp_path / "whole", resumed, tmp_path / "cut")
     assert checkpoint_steps(tmp_path / "cut") == [0, 6, 12]

@@ -108,6 +108,8 @@ def test_figures_show_the_committed_tables(experiment: str) -> None:
     figures = plot(tables_of(experiment), *options)
     assert {path.stem for path in folder(experiment).glob("*.png")} <= {*figures}
     assert all(axes.has_data() or not axes.axison for figure in figures.values() for axes in figure.axes)
+    titles = {axes.get_title() for figure in figures.values() for axes in figure.axes}
+    assert not any(random_keys.WHOLE_HEAD in title for title in titles)
     markers = {line.get_marker() for figure in figures.values() for axes in figure.axes for line in axes.lines}
     assert ("x" in markers) == (experiment in CROSSES), "published figures are crosses"
     plt.close("all")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lab_models import ran
 
 from ln_probe.analyses.lab.counting import rational_recurrence, saturated_states
 
@@ -126,3 +128,17 @@ def test_states_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert saturated_states.exponent(counts, settled) == pytest.approx(slope)
     far = np.array([[0, 2**40], [2**40, -(2**40)], [0, 2**40], [1, 0]])
     assert sorted(map(tuple, saturated_states.distinct(far).tolist())) == sorted({*map(tuple, far.tolist())})
+
+
+def test_growth_is_that_of_the_largest_and_the_median_draw(tmp_path: Path) -> None:
+    tables = ran("saturated_states", tmp_path, (0,)).tables
+    assert sorted({*tables["values"]["length"]}) == [8, 16, 32]
+    growth = tables["growth"].pivot_table(
+        index=["theory", "cell", "layers", "hidden"], columns="measure", values="value"
+    )
+    assert len(growth) == len(saturated_states.CELLS)
+    assert (growth.loc[saturated_states.CONSTANT] == [0, 0, 0, 1]).all(axis=None), "exponents, growing, settled draws"
+    grows = growth.loc[saturated_states.GROWS]
+    assert (grows["exponent, median"] <= grows["exponent, largest"]).all()
+    assert ((grows["exponent, largest"] > 0.5) == (grows["growing draws"] > 0)).all()
+    assert (grows["growing draws"] + grows["settled draws"] <= 1).all()

@@ -43,6 +43,7 @@ def state(model: torch.nn.Module) -> dict[str, Any]:
 def test_it_is_measured_and_handed_back_unchanged(arch: str, tmp_path: Path) -> None:
     model = hugging_face(arch)
     model.save_pretrained(tmp_path)
+    model.config._name_or_path = "mine" * (arch == "gpt2")
     if arch != "bloom":
         model.config._attn_implementation = "sdpa"
     with torch.no_grad():
@@ -56,6 +57,7 @@ def test_it_is_measured_and_handed_back_unchanged(arch: str, tmp_path: Path) -> 
     with torch.no_grad():
         assert torch.equal(model.eval()(TOKENS).logits, logits)
     about = report.provenance["model"]
+    assert about["name"] == ("mine" if arch == "gpt2" else about["architecture"])
     assert [about[k] for k in ("kind", "architecture", "world")] == [
         "memory",
         type(model).__name__,

@@ -74,6 +74,13 @@ def test_norms_of_a_bridge(arch: str) -> None:
         ]  # fmt: skip
 
 
+def test_settings_that_change_after_the_norms_were_found() -> None:
+    model = lab()
+    for kind in ("layernorm", "scaling_only"):
+        model.blocks[0].ln1.kind = kind
+        assert find_norms(model)[0].projects == (kind == "layernorm")
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, IN_FLOAT32), (torch.bfloat16, 2**-8)])
 def test_a_gain_stored_as_an_offset_is_told_beside_a_large_one(dtype: torch.dtype, bound: float) -> None:
     """Gemma's checkpoints have single gains of 50 and more: next to them 1 is little, and not for the others."""
