@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import cases, folded_in_place, make_bridge, make_hooked
+from small_models import lab
 from torch import Tensor
 
 import ln_probe
@@ -22,6 +23,7 @@ from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.probes.uniformity import Uniformity
 from ln_probe.analyses.text import with_interval
 from ln_probe.hooks.task import Objective, ObjectiveError
+from ln_probe.passes import CENTRED
 
 pytestmark = pytest.mark.lens
 
@@ -43,6 +45,17 @@ def test_layers_and_heads_are_a_selection_of_the_whole(gpt2: Any) -> None:
     assert part.heads.equals(expected)
     assert set(part.keys["head"]) == {0, 2}
     assert set(part.layernorms["layer"]) == {1}
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_a_stream_of_mean_0_is_told_whatever_its_size(centred: bool) -> None:
+    model = lab(n_layers=1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.split(".")[-1] in ("W_E", "W_pos", "W_O", "b_O", "W_out", "b_out"):
+                weight.copy_(1e-4 * (weight - weight.mean(-1, keepdim=True) if centred else weight))
+    report = ln_probe.analyze(model, torch.arange(1, 13)[None], probes=("decomposition",), progress=False)
+    assert (CENTRED in report.notes) == centred
 
 
 def test_a_post_norm_model_is_measured_block_by_block() -> None:
