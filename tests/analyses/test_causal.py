@@ -15,7 +15,7 @@ from small_models import lab
 
 import ln_probe
 from ln_probe.analyses.probes import causal, edited_passes
-from ln_probe.analyses.probes.causal import Causal, norm_estimates, over_groups
+from ln_probe.analyses.probes.causal import Causal, norm_estimates
 from ln_probe.analyses.probes.statistics import holm, infer_mean
 from ln_probe.hooks import without
 from ln_probe.hooks.constants import Constant, fit
@@ -210,16 +210,6 @@ def test_prompts_of_one_group_count_once() -> None:
     assert [note for note in few.notes if "15 prompt groups" not in note] == list(report.notes) == []
 
 
-def test_groups_are_resampled_within_their_strata() -> None:
-    constants = measured(lab(), drawn(18), probe=Causal(single_norms=False)).constants
-    books, change = ["a", "b", "c"] * 6, np.tile([0.0, 4.0, -2.0], 6) + np.arange(18) / 100
-    ones, prompts = np.ones(18), np.arange(18)
-    inference = over_groups(change, ones, prompts, constants, books, 0)
-    assert inference == infer_mean(change, ones, prompts % 3)
-    assert inference.high - inference.low < 0.2 < infer_mean(change, ones).high
-    assert over_groups(change, ones, prompts, constants, list("abcdefghijklmnopqr"), 0) == infer_mean(change, ones)
-
-
 @pytest.mark.parametrize("model", [lab(causal=False), make_bridge("bert")], ids=["lab", "bert"])
 def test_a_bidirectional_model_has_no_next_token_loss(model: Any) -> None:
     report = measured(model)
@@ -256,14 +246,6 @@ def test_an_edit_that_overflows_is_said_to(monkeypatch: pytest.MonkeyPatch) -> N
     assert rows.loc[("all", "no_scaling"), ["loss", "delta_loss", "delta_loss_low", "prompts_worse"]].isna().all()
     assert math.isfinite(rows.loc[("all", "no_projection"), "delta_loss"])
     assert any("not finite" in note and "all no_scaling" in note for note in report.notes)
-
-
-def test_layers_and_losses_that_are_asked_for() -> None:
-    part = measured(make_bridge("gpt2"), layers=[1])
-    assert list(dict.fromkeys(part.causal["sites"])) == ["attention", "mlp", "all", "blocks.1.ln1", "blocks.1.ln2"]
-    loss = measured(lab(), loss=lambda output, tokens: output.mean((1, 2)))
-    assert (loss.tables["causal_prompts"]["n"] == 1).all()
-    assert loss.causal["estimate"].isna().all()
 
 
 # ----------------------------------------------------------------------------------------------- norms one at a time

@@ -121,19 +121,6 @@ def test_labels_of_all_short_words(language: str) -> None:
         assert row == [belongs(language, letters[: t + 1]) for t in range(9)], letters
 
 
-@pytest.mark.parametrize("letters", [2, 3])
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_what_may_come_next_by_brute_force(letters: int, n: int) -> None:
-    language = [
-        [tasks.bos(letters), *(1 + x for x in range(letters) for _ in range(m)), tasks.EOS] for m in range(1, n + 3)
-    ]
-    word = language[n - 1]
-    table = tasks.allowed_next(letters, n)
-    for i in range(letters * n + 1):
-        following = {other[i + 1] for other in language if other[: i + 1] == word[: i + 1]}
-        assert set(table[i].nonzero().flatten().tolist()) == following
-
-
 class Known(torch.nn.Module):
     """Knows a^n b^n (c^n) for a range of n and n = 12, and gives a wrong token a chance at the end of other words."""
 

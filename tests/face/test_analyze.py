@@ -20,7 +20,6 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.probes.tables import TABLES
-from ln_probe.analyses.probes.uniformity import Uniformity
 from ln_probe.analyses.text import with_interval
 from ln_probe.hooks.task import Objective, ObjectiveError
 from ln_probe.passes import CENTRED
@@ -191,16 +190,6 @@ def test_what_a_report_records_of_its_call(gpt2: Any) -> None:
     report = ln_probe.analyze(gpt2, TOKENS, progress=False, **how)
     assert report.provenance["arguments"] == how | {"layers": [1], "tokenizer": None}
     assert report.provenance["shape"] == {"d_model": 32, "layers": 2, "heads": 4}
-
-
-def test_probes_of_keys_take_the_first_of_the_default_prompts() -> None:
-    model = ln_probe.load_model("lm-layernorm")
-    how: dict[str, Any] = {"probes": ["uniformity"], "layers": [0], "heads": [0], "progress": False}
-    default = ln_probe.analyze(model, max_prompts=6, max_tokens=8, **how)
-    given = ln_probe.analyze(model, TOKENS[:, :8], **how)
-    counts = [report.provenance["uniformity"]["prompts"] for report in (default, given)]
-    assert counts == [Uniformity.prompts, 6]
-    assert default.heads["n"].eq(8 * Uniformity.prompts).all()
 
 
 def test_a_model_without_a_next_token_loss_is_told_so() -> None:

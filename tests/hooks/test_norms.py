@@ -123,15 +123,6 @@ def test_norms_of_the_laboratory(kind: str, radius: float | None) -> None:
         assert norm.constant_scale == pytest.approx(float(norm.module.divisor))  # type: ignore[arg-type]
 
 
-def test_two_parallel_norms_with_equal_parameters_are_told_apart() -> None:
-    model = make_hooked(parallel_attn_mlp=True)
-    with torch.no_grad():
-        for block in model.blocks:
-            block.ln2.w.copy_(block.ln1.w)
-            block.ln2.b.copy_(block.ln1.b)
-    assert [s.reads for s in find_norms(model)] == ["attention", "mlp", "attention", "mlp", "unembed"]
-
-
 class Twisted(nn.Module):
     """A LayerNorm whose output is no affine map of the normalized vector."""
 
