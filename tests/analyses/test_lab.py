@@ -55,6 +55,16 @@ def test_norms_by_definition(kind: str, radius: float | None, seed: int) -> None
         torch.testing.assert_close(given(x), x / 3.0)
 
 
+def test_plain_hook_points_are_transformer_lenss() -> None:
+    for point in (PlainPoint(), HookPoint()):
+        point.add_hook(lambda x, hook: 2 * x)
+        point.add_hook(lambda x, hook: x + 1, is_permanent=True)
+        point.add_hook(lambda x, hook: x - 3, prepend=True)
+        assert float(point(torch.tensor(5.0))) == 5
+        point.remove_hooks()
+        assert float(point(torch.tensor(5.0))) == 6
+
+
 def test_layernorm_is_torchs() -> None:
     x = torch.randn(4, 8, dtype=torch.float64)
     ours, theirs = Norm("layernorm", 8).double(), torch.nn.LayerNorm(8).double()

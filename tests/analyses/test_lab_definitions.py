@@ -62,6 +62,7 @@ REFUSED: list[tuple[Callable[[Path, Path], Any], type[Exception], str]] = [
     (lambda out, text: TextTask([text], 280, 100_000), ValueError, "short"),
     (lambda out, _: read_tokenizer(remove_norm.start_folder(), 1023), ValueError, "1024"),
     (lambda out, _: compiled("x := Q_a").tokens(["a", "aa"]), ValueError, "lengths"),
+    (lambda out, _: compiled("x := Q_a").run(["a" * 512]), ValueError, "513"),  # with BOS
     (lambda out, _: compiled("x := 2000000000 * #[Q_a] > #[Q_b]", n_ctx=10**6), CRaspError, "factors"),
     (lambda out, _: read_back(compiled("x := Q_a", norm="none")), ValueError, "norm"),
 ]  # fmt: skip
@@ -401,6 +402,7 @@ def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
     evaluated_on = ApproximationTask("adaptive")._evaluation
     combinations = evaluated_on[:, [999, 98, 47]].unique(dim=0, return_counts=True)[1]
     assert combinations.tolist() == [len(evaluated_on) // 8] * 8  # of what the last input and both memories are
+    assert targets.evaluate("adaptive", evaluated_on).var(correction=0) == targets.variance("adaptive")
     with torch.no_grad():
         assert float((model(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-10
         assert 1e-10 < float((adaptive_by_hand(1e-2)(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-2
@@ -499,6 +501,9 @@ def test_weights_start_as_torchs_or_gpt2s() -> None:
         assert float(ours.mean()) == pytest.approx(0, abs=0.2 * float(ours.abs().max()))
     for table in (model.embed.W_E, model.pos_embed.W_pos):
         assert float(table.std()) == pytest.approx(1, rel=0.05)
+    relative = targets.RelativeConfig(9, 64, 5, "table", True).build()  # sums over what is read keep their variance
+    for weight, inputs in ((relative.W_Q, 1), (relative.W_K, 1), (relative.W_V, 1), (relative.W_O, 64)):
+        assert weight.std().item() == pytest.approx((inputs * weight.shape[1]) ** -0.5, rel=0.05)
 
 
 def by_definition(model: Any, x: torch.Tensor) -> torch.Tensor:

@@ -286,6 +286,21 @@ def test_contrasts_are_over_the_seeds_that_have_come_that_far() -> None:
     assert {*contrasts.query("step == 2000")["seeds"]} == {10}
 
 
+def test_an_interval_of_shares_ends_at_all() -> None:
+    values = pd.DataFrame(
+        {"form": [tasks.THRESHOLD, tasks.ABSOLUTE] * 2, "seed": [0, 0, 1, 1], "value": [1, 0, 0.6, 0.5]}
+    )
+    found = counting.analyse_anbk(values.assign(lr=0.1, step=9, measure=tasks.TAGS))["contrasts"]
+    assert found[["mean", "ci_low", "ci_high"]].to_numpy().tolist() == [[pytest.approx(0.55), -1, 1]]
+
+
+def test_figures_without_a_finished_seed() -> None:
+    for analyse in (two_by_two.analyse, two_by_two.analyse_registered):
+        (figure,) = two_by_two.plot(analyse(pd.DataFrame(columns=[*two_by_two.KEYS, "seed", "value"]))).values()
+        assert len(figure.axes) == 1
+        assert not figure.axes[0].has_data()
+
+
 # What trains nothing: its table of values, and constants that shorten it without changing the values it keeps.
 MEASURED_AGAIN: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "counters": ("values", (0,), {"LARGEST": 40, "LARGEST_GRU": 40}),

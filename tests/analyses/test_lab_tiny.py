@@ -20,7 +20,7 @@ from scipy import stats
 from ln_probe.analyses.lab import runs as laboratory
 from ln_probe.analyses.lab import text_task
 from ln_probe.analyses.lab.approximation import approximation, relative, text_models
-from ln_probe.analyses.lab.counting import counting, tasks
+from ln_probe.analyses.lab.counting import counting, tasks, traces
 from ln_probe.analyses.lab.crasp import depth
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Request
 from ln_probe.analyses.lab.language_model import encoder, published, remove_norm, two_by_two
@@ -200,6 +200,9 @@ def test_approximation_text(tiny: Tiny) -> None:
     windows = held_out(runs[0].task, 64)  # type: ignore[arg-type]
     assert len(runs) == 5 * len(SEEDS)
     assert_reported(results.tables["losses"], runs, lambda run: {"valid_loss": next_token_loss(trained(run), windows)})
+    assert results.settings["training"]["seed"] == SEEDS[0]
+    one = laboratory.curves(runs[:1])
+    assert {*runs[0].keys.items(), ("seed", 0), ("step", 3)} <= {*one.iloc[0].items()}
 
 
 def tagging(run: Run) -> dict[str, float]:
@@ -244,7 +247,7 @@ def test_counting(tiny: Tiny) -> None:
 
 
 @pytest.mark.usefixtures("small_words")
-def test_counting_traces(tiny: Tiny) -> None:
+def test_counting_traces(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """States by torch's kernels on every prefix; lines through phases by scipy."""
     results, runs = tiny("counting_traces", counting, schedule={"steps": 20, "evaluate_every": 10})
     networks, table = results.tables["networks"], results.tables["traces"]
@@ -273,6 +276,13 @@ def test_counting_traces(tiny: Tiny) -> None:
             assert row[f"r2_{name}"] == pytest.approx(line.rvalue**2, rel=1e-6)
             assert row[f"off_{name}"] == pytest.approx(off, rel=1e-6)
         assert row["counts"] == (row["dimensions_counting"] > 0 and max(row["off_before"], row["off_in"]) <= 0.5)
+    # One dimension of two that counts, and what was reached last.
+    ends = pd.DataFrame([(1, 2, 3), (4, 5, 6)], columns=["exact_from", "exact_to", "accepted_to"])
+    monkeypatch.setattr(traces, "read_metrics", lambda folder: ends)
+    monkeypatch.setattr(traces, "phases", lambda model, letters, n: np.outer([1, -1], range(n))[..., None] * [0, 1])
+    (row,) = traces.followed(runs[0])[0].to_dict("records")
+    found = [row[name] for name in ("dimension", "before", *traces.MEASURES)]
+    assert found == pytest.approx([1, "a", 1, 1, -1, 1, 1, 4, 5, 6, 0, 0, 1])
 
 
 TEXT = published.Size(d_vocab=280, n_ctx=16, batch=2, steps=4, valid_windows=5, sentences=2, measured_at=(0, 0.5))

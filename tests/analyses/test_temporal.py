@@ -150,3 +150,6 @@ def test_an_altered_weight_is_another_program() -> None:
     compiled.model.embed.W_E.data[[1, 2]] = compiled.model.embed.W_E.data[[2, 1]]
     words = np.array(list(itertools.product(ALPHABET, repeat=6)), dtype=object).T
     assert np.array_equal(read_back(compiled).run(words), parse("x := #[Q_b] > #[Q_a]").run(words))
+    compiled = compile_program(parse("x := #[Q_a] <= #[Q_b]"), alphabet=ALPHABET, n_ctx=8)
+    compiled.model.blocks[0].attn.W_O.data[0, 0] /= 2  # the smallest sums are less than the bends, but on their side
+    assert np.array_equal(read_back(compiled).run(words), compiled.program.run(words))
