@@ -408,6 +408,7 @@ def test_remove_norm(tmp_path: Path, books: tuple[Path, Path]) -> None:
     assert values.index.is_unique
     assert len(values) == 3 * len(SEEDS) * 8
     start = TextTask(books, 280, 16, tokenizer=tmp_path / "start")
+    assert remove_norm.FULL.valid_windows == start.valid_windows, "as many as the bundled start was measured on"
     removing = trained(
         Run({}, None, remove_norm.Start(tmp_path / "start"), TrainConfig(1, 1), tmp_path / "out/runs/removed-seed1")
     )  # type: ignore[arg-type]

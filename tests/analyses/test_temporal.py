@@ -100,6 +100,11 @@ def test_a_program_is_compiled_and_read_back(name: str, norm: str) -> None:
     assert wrong_answers(*PROGRAMS[name], 6, norm) == (0, 0)
 
 
+def test_the_largest_factors_are_told_apart() -> None:
+    program = parse("x := 2000000000 * #[Q_a] > 1999999999 * #[Q_b]")
+    assert compile_program(program, n_ctx=50_000).run(["ba" * 200])[0].tolist() == [False, True] * 200
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_is_read_back_to_length_10(name: str) -> None:
