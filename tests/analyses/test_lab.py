@@ -180,15 +180,3 @@ def test_hooks_see_what_the_fused_path_computes(options: dict[str, str], causal:
     assert pattern.shape == (2, 2, 10, 10)
     torch.testing.assert_close(pattern.sum(-1), torch.ones(2, 2, 10).double())
     assert (float(pattern.triu(1).abs().max()) == 0) == causal
-
-
-@pytest.mark.lens
-def test_plain_hook_points_take_hooks_as_transformer_lens_does() -> None:
-    for point in (PlainPoint(), HookPoint()):
-        seen: list[str] = []
-        for name, how in (("kept", {"is_permanent": True}), ("gone", {}), ("first", {"prepend": True})):
-            point.add_hook(lambda x, hook, name=name, seen=seen: seen.append(name), **how)
-        point(torch.zeros(1))
-        point.remove_hooks()
-        point(torch.zeros(1))
-        assert seen == ["first", "kept", "gone", "kept"]

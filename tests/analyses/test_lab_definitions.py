@@ -64,6 +64,7 @@ REFUSED: list[tuple[Callable[[Path, Path], Any], type[Exception], str]] = [
     (lambda out, _: compiled("x := Q_a").tokens(["a", "aa"]), ValueError, "lengths"),
     (lambda out, _: compiled("x := Q_a").run(["a" * 512]), ValueError, "513"),  # with BOS
     (lambda out, _: compiled("x := 2000000000 * #[Q_a] > #[Q_b]", n_ctx=10**6), CRaspError, "factors"),
+    (lambda out, _: compiled("x := Q_a", eps=-1e-5), ValueError, "eps"),
     (lambda out, _: read_back(compiled("x := Q_a", norm="none")), ValueError, "norm"),
 ]  # fmt: skip
 

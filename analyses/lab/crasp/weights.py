@@ -112,8 +112,8 @@ def compile_program(
             at this length; says the line and the column.
         ValueError: an unknown norm, n_ctx below 2, eps negative, an alphabet that is empty or has a symbol twice.
     """
-    if n_ctx < 2:
-        raise ValueError(f"n_ctx must be at least 2, for BOS and a letter; got {n_ctx}")
+    if n_ctx < 2 or eps < 0:
+        raise ValueError(f"n_ctx must be at least 2, for BOS and a letter, and eps at least 0; got {n_ctx} and {eps:g}")
     named = [e.value for d in program.definitions.values() for e in d.walk() if e.operation == "symbol"]
     letters = tuple(dict.fromkeys(named)) if alphabet is None else tuple(alphabet)
     if not letters or len(set(letters)) < len(letters):
