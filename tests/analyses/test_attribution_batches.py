@@ -40,6 +40,7 @@ def test_positions_targets_and_components() -> None:
     model = make_bridge("gpt2")
     batch = TOKENS.repeat(2, 1)
     every = attribute_logits(model, batch, target=3).check()
+    assert [(p.layer, p.index) for p in every.components if p.kind in ("embedding", "position")] == [(-1, -1)] * 2
     for positions in (slice(2, 9, 3), [2, 5, -2], torch.tensor([2, 5, 8])):
         some = attribute_logits(model, batch, positions, target=3)
         assert some.at.tolist() == [[2, 5, 8]] * 2
