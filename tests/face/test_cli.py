@@ -173,7 +173,7 @@ def test_the_options_reach_the_measurement() -> None:
     Path("labels.txt").write_text("a\na\nb\nc\n")
     Path("names.json").write_text(json.dumps([f"word{number}" for number in range(20)]))
     Path("models.txt").write_text("# of one model\n\nm\n")
-    options = ["--prompts", "p.jsonl", "--max-prompts", 3, "--max-tokens", 4, "--groups", "labels.txt", "--layers", "0"]
+    options = ["--prompts", "p.jsonl", "--max-prompts", 3, "--max-tokens", 2, "--groups", "labels.txt", "--layers", "0"]
     more = ["--probes", "decomposition,causal", "--tokenizer", "names.json", "--dtype", "float64", "--device", "cpu"]
     printed, said = ends(0, "report", "--from", "models.txt", *options, *more, "--out", "out", "--quiet")
     assert "1 of 1 reports" in printed
@@ -181,7 +181,7 @@ def test_the_options_reach_the_measurement() -> None:
     assert "m: " in printed  # what it says
     report = ln_probe.load_report("out/m")
     about = report.provenance
-    assert (about["prompts"]["count"], about["prompts"]["longest"]) == (3, 4)
+    assert (about["prompts"]["count"], about["prompts"]["longest"]) == (3, 2)
     assert (about["model"]["dtype"], about["calibration"]["groups"]) == ("float64", 2)
     assert set(report.tables["layernorms"]["layer"].dropna()) == {0}
     assert about["prompts"]["begin"][0].startswith("word1")

@@ -72,7 +72,9 @@ def test_the_difference_of_losses_is_a_mean_over_tokens(models: list[Report]) ->
     both = [replace(m, tables={**m.tables, "causal_prompts": r}) for m, r in zip(models, (rows, other), strict=False)]
     each = rows.drop_duplicates("prompt")
     expected = np.average(0.1 * each["prompt"], weights=each["n"])
-    assert ln_probe.compare(both).summary["loss_difference"][1] == pytest.approx(expected, rel=1e-6)
+    summary = ln_probe.compare(both).summary
+    assert summary["loss_difference"][1] == pytest.approx(expected, rel=1e-6)
+    assert summary["loss"][1] == pytest.approx(4.0 + expected)
 
 
 def test_names_are_labels(report: Report) -> None:
