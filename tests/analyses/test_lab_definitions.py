@@ -406,6 +406,7 @@ def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
     assert targets.evaluate("adaptive", evaluated_on).var(correction=0) == targets.variance("adaptive")
     with torch.no_grad():
         assert float((model(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-10
+        assert float(ApproximationTask("adaptive").loss(model, x)) < 1e-10
         assert 1e-10 < float((adaptive_by_hand(1e-2)(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-2
 
 
