@@ -98,6 +98,7 @@ def test_primary_contrasts_are_run_with_one_constant_and_with_loss_optimal_ones_
 def test_what_cannot_change_is_not_run_and_says_so() -> None:
     report = measured(make_bridge("llama"))
     assert "no_projection" not in set(report.causal["variant"])
+    assert report.provenance["causal"]["no_op"].keys() == {"no_projection"}
     assert "no projection" in report.provenance["causal"]["no_op"]["no_projection"]
     one, two = (report.causal[report.causal["variant"] == v].set_index("sites") for v in ("no_scaling", "both_removed"))
     pd.testing.assert_series_equal(one.loc[list(GROUPS), "loss"], two["loss"])

@@ -10,7 +10,7 @@ from typing import Any
 import compose
 import pytest
 import torch
-from architectures import cases
+from architectures import cases, make_hooked
 
 import ln_probe
 from ln_probe.hooks import find_norms, linearized, linearized_hooks, without
@@ -79,11 +79,16 @@ def test_with_some_readers_the_norm_shows_the_intact_norm_and_q_k_v_z_what_is_co
             torch.testing.assert_close(new[:, :, head], expected[:, :, head], rtol=1e-10, atol=1e-10)
 
 
-def test_sigmas_that_were_recorded_can_be_held_where_queries_and_keys_are_normalized() -> None:
-    model = model_of("qwen3")
+@pytest.mark.parametrize(("name", "norm", "shape"), [("qwen3", "attn.k_norm", (2, 7, 2)), ("hooked", "ln1", (2, 7, 4))])
+def test_sigmas_that_were_recorded_can_be_held_where_heads_are_normalized(
+    name: str, norm: str, shape: tuple[int, ...]
+) -> None:
+    """Queries and keys, or what each head reads (`use_split_qkv_input`)."""
+    model = make_hooked(use_qk_norm=True, use_split_qkv_input=True) if name == "hooked" else model_of(name)
     with torch.no_grad():
-        intact = model(compose.TOKENS)
-        with linearized(model, sigma=linearized.sigmas(model, compose.TOKENS)):
+        intact, sigmas = model(compose.TOKENS), linearized.sigmas(model, compose.TOKENS)
+        assert sigmas[f"blocks.0.{norm}"].shape == shape
+        with linearized(model, sigma=sigmas):
             assert compose.distance(model(compose.TOKENS), intact) < 1e-6
 
 
