@@ -81,3 +81,7 @@ def test_one_position_has_sigma_at_position_0_alone() -> None:
     of_sigma, counts = gathered.add(x, site.module(x).detach())
     assert of_sigma == pytest.approx((gathered.row()["sigma_mean"], 0.0))
     assert counts == (1, 0)
+    nothing = NormStatistics(site).row()  # of a norm that no pass runs
+    unknown = ("projected_share", "angle_to_ones_deg", "input_norm", "sigma_mean", "sigma_cv", "reconstruction_error")
+    assert nothing["n"] == 0
+    assert all(isinstance(nothing[name], float) and np.isnan(nothing[name]) for name in unknown)

@@ -45,8 +45,13 @@ def test_the_time_left_is_that_of_each_kind_of_step() -> None:
 def test_a_notebook_shows_one_line_and_empties_it(monkeypatch: pytest.MonkeyPatch) -> None:
     display = pytest.importorskip("IPython.display", reason="a notebook has it")
     shown: list[str | None] = []
+
+    def show(_: object, data: dict[str, str], *, raw: bool) -> None:
+        assert raw, "the data are texts by their types, and not an object to be shown"
+        shown.append(data.get("text/plain"))
+
     for name in ("display", "update"):
-        monkeypatch.setattr(display.DisplayHandle, name, lambda _, data, raw: shown.append(data.get("text/plain")))
+        monkeypatch.setattr(display.DisplayHandle, name, show)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     with ProgressLine():
         tell("second pass", 2, 64, "prompts")

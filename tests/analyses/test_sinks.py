@@ -99,6 +99,10 @@ def test_position_0_and_the_longest_other_token_are_always_there() -> None:
     single = sinks_of(model_of(), torch.tensor([[3]]))
     assert single.sinks["kind"].tolist() == ["first"]
     assert single.sink_heads.empty
+    bare = sinks_of(make_bridge("lfm2"), TOKENS[None], layers=[0]).sinks  # of a block that does not attend
+    assert bare["kind"].tolist() == ["first", "longest"]
+    assert bare["received"].isna().all()
+    assert (bare["n"] == 0).all()
     short = sinks_of(model_of(), torch.tensor([[1, 2, 3], [4, 5, 6]]))
     assert any(note.startswith("sinks: 2 prompts of fewer than 8 tokens") for note in short.notes)
 

@@ -113,6 +113,7 @@ def test_among_tiny_scores_the_nearest_divisor_counts(dtype: torch.dtype) -> Non
                 weight.mul_(0.02)
     right = [heads.divisor for _, heads in layers_of(model)]
     assert right == pytest.approx([math.sqrt(8)] * 2)
+    assert [heads.divisor for _, heads in layers_of(make_bridge("neo", torch.bfloat16))] == [1.0] * 2
     assert [heads.divisor for _, heads in layers_of(make_hooked(attn_scale=3.0))] == [3.0] * 2
 
 
