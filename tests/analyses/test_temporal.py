@@ -158,3 +158,10 @@ def test_an_altered_weight_is_another_program() -> None:
     compiled = compile_program(parse("x := #[Q_a] <= #[Q_b]"), alphabet=ALPHABET, n_ctx=8)
     compiled.model.blocks[0].attn.W_O.data[0, 0] /= 2  # the smallest sums are less than the bends, but on their side
     assert np.array_equal(read_back(compiled).run(words), compiled.program.run(words))
+    compiled = compile_program(parse("x := #[Q_a] > 2   y := #[Q_b] > 1   z := x and y"), n_ctx=8)
+    block = compiled.model.blocks[0]
+    seen = (block.attn.W_O[0] @ block.mlp.W_in).detach()  # [sum unit]
+    units = [int(reads.nonzero()[0]) for reads in seen if reads.any()]
+    block.mlp.W_in.data[:, units[0]] += block.mlp.W_in[:, units[1]].detach()
+    with pytest.raises(ValueError, match="two sums"):
+        read_back(compiled)

@@ -19,6 +19,7 @@ from small_models import lab
 from torch import Tensor
 
 import ln_probe
+from ln_probe import exhibits
 from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.text import with_interval
 from ln_probe.hooks.task import Objective, ObjectiveError
@@ -55,6 +56,14 @@ def test_a_stream_of_mean_0_is_told_whatever_its_size(centred: bool) -> None:
                 weight.copy_(1e-4 * (weight - weight.mean(-1, keepdim=True) if centred else weight))
     report = ln_probe.analyze(model, torch.arange(1, 13)[None], probes=("decomposition",), progress=False)
     assert (CENTRED in report.notes) == centred
+
+
+def test_attention_is_shown_of_the_first_tokens(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exhibits, "TOKENS_SHOWN", 12)
+    for count in (12, 13):
+        shown = ln_probe.analyze(gpt2, torch.arange(1, count + 1)[None], probes=GEOMETRY, progress=False).exhibits
+        assert len(shown.attention.tokens) == 12
+        assert any("first 12 of the 13 tokens" in note for note in shown.notes) == (count == 13)
 
 
 def test_a_post_norm_model_is_measured_block_by_block() -> None:

@@ -190,8 +190,9 @@ def test_with_a_cache_later_tokens_are_not_position_0() -> None:
         assert difference(torch.cat(steps, dim=1), whole) < 1e-5
 
 
-def test_padding_on_the_left_moves_position_0() -> None:
-    model = make_bridge("gpt2", torch.float64)
+@pytest.mark.parametrize("make", [lambda: make_bridge("gpt2", torch.float64), lambda: make_hooked(dtype=torch.float64)])
+def test_padding_on_the_left_moves_position_0(make: Callable[[], Any]) -> None:
+    model = make()
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), TOKENS[:1]], dim=1)
     mask = torch.tensor([[0] * 3 + [1] * 10])
     scale = {s.name: (3.0, 0.7) for s in find_norms(model)}
