@@ -95,7 +95,14 @@ class WithSkip(Dictionary):
     W_skip = torch.randn(32, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", [Dictionary, OfNormalizedInputs, OfScaledRows, OfBoth, WithSkip])
+class WithErrorTerm(WithSkip):
+    use_error_term = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("kind", [Dictionary, OfNormalizedInputs, OfScaledRows, OfBoth, WithSkip, WithErrorTerm])
 def test_features_write_what_their_dictionary_decodes(kind: type[Dictionary]) -> None:
     model, name = make_bridge("gpt2", torch.float64), "blocks.1.hook_resid_post"
     _, cache = model.run_with_cache(TOKENS[None])
@@ -115,7 +122,7 @@ def test_features_write_what_their_dictionary_decodes(kind: type[Dictionary]) ->
         other[..., row["index"]] = 0
         assert row["contribution"] == pytest.approx(read(sae.decode(active) - sae.decode(other)), abs=1e-9)
     rows = found.table.set_index("kind")["contribution"]
-    output = sae(x) if isinstance(sae, WithSkip) else sae.decode(active)
+    output = WithSkip.__call__(sae, x) if isinstance(sae, WithSkip) else sae.decode(active)
     assert rows["error"] == pytest.approx(read(x - output), abs=1e-9)
     assert rows["decoder bias"] == pytest.approx(read(sae.decode(torch.zeros_like(active))), abs=1e-9)
     assert ("skip" in rows) == isinstance(sae, WithSkip)

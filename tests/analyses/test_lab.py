@@ -180,3 +180,4 @@ def test_hooks_see_what_the_fused_path_computes(options: dict[str, str], causal:
     assert pattern.shape == (2, 2, 10, 10)
     torch.testing.assert_close(pattern.sum(-1), torch.ones(2, 2, 10).double())
     assert (float(pattern.triu(1).abs().max()) == 0) == causal
+    assert "positions" not in model.state_dict(), "a formula is not saved"

@@ -108,6 +108,8 @@ def test_figures_show_the_committed_tables(experiment: str) -> None:
     figures = plot(tables_of(experiment), *options)
     assert {path.stem for path in folder(experiment).glob("*.png")} <= {*figures}
     assert all(axes.has_data() or not axes.axison for figure in figures.values() for axes in figure.axes)
+    labelled = [f for f in figures.values() if any(axes.get_legend_handles_labels()[1] for axes in f.axes)]
+    assert all(f.legends or any(axes.get_legend() for axes in f.axes) for f in labelled)
     titles = {axes.get_title() for figure in figures.values() for axes in figure.axes}
     assert not any(random_keys.WHOLE_HEAD in title for title in titles)
     markers = {line.get_marker() for figure in figures.values() for axes in figure.axes for line in axes.lines}

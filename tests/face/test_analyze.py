@@ -47,15 +47,15 @@ def test_layers_and_heads_are_a_selection_of_the_whole(gpt2: Any) -> None:
     assert set(part.layernorms["layer"]) == {1}
 
 
-@pytest.mark.parametrize("centred", [True, False])
-def test_a_stream_of_mean_0_is_told_whatever_its_size(centred: bool) -> None:
-    model = lab(n_layers=1)
+@pytest.mark.parametrize(("centred", "norm"), [(True, "layernorm"), (False, "layernorm"), (True, "scaling_only")])
+def test_a_stream_of_mean_0_is_told_whatever_its_size(centred: bool, norm: str) -> None:
+    model = lab(n_layers=1, norm=norm, norm_mlp=norm, norm_final=norm)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.split(".")[-1] in ("W_E", "W_pos", "W_O", "b_O", "W_out", "b_out"):
                 weight.copy_(1e-4 * (weight - weight.mean(-1, keepdim=True) if centred else weight))
     report = ln_probe.analyze(model, torch.arange(1, 13)[None], probes=("decomposition",), progress=False)
-    assert (CENTRED in report.notes) == centred
+    assert (CENTRED in report.notes) == (centred and norm == "layernorm")
 
 
 def test_attention_is_shown_of_the_first_tokens(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,7 +248,8 @@ def test_norms_and_keys_are_drawn_over_the_depth(report: Report) -> None:
     axes = figures.norms_over_depth(replace(report, tables={**report.tables, "layernorms": none})).axes[0]
     low, high = axes.get_ylim()
     assert sum(low < tick < high for tick in axes.get_yticks()) >= 2, "over twelve decades"
-    few = report.heads.assign(unselectable=report.heads["head"] ** 2 / 10_000)  # the last 0.09 %
+    shares = report.heads["head"] ** 2 / 10_000  # the last 0.09 %
+    few = report.heads.assign(unselectable=shares.where(report.heads["variant"].isin(["intact", "no_scaling"]), 0.5))
     axes = figures.keys_over_depth(replace(report, tables={**report.tables, "heads": few})).axes[0]
     places = [(marker, layer + shift) for marker, shift in (("o", -0.1), ("s", 0.1)) for layer in (0, 1)]
     assert [mark[:3] for mark in marks(axes)] == [(marker, x, 0.00025) for marker, x in places]

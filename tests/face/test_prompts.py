@@ -15,6 +15,7 @@ from architectures import make_bridge, make_hooked
 
 import ln_probe
 from ln_probe.hooks import without
+from ln_probe.hooks.task import CALIBRATION, MEASURED, bundled_texts
 from ln_probe.prompts import make_prompts, read_prompts, read_token_names
 
 ROWS = [[5, 6, 7, 8], [9, 10]]
@@ -182,6 +183,15 @@ def test_padding_without_a_mask_is_left_out_at_either_end(
 
 
 # ------------------------------------------------------------------------------------- without prompts of the user's
+
+
+def test_bundled_passages_are_the_default(reader: Any) -> None:
+    prompts = make_prompts(reader, max_tokens=20)
+    assert prompts.source == "bundled"
+    assert len(prompts.tokens) == len(bundled_texts()) == 32
+    assert len(bundled_texts(CALIBRATION)) == 16
+    texts = bundled_texts(CALIBRATION) + bundled_texts(MEASURED)
+    assert len(texts) == len(set(texts))
 
 
 @pytest.mark.parametrize("make", [make_bridge, pytest.param(make_hooked, id="hooked")])
