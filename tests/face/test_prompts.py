@@ -189,6 +189,7 @@ def test_bundled_passages_are_the_default(reader: Any) -> None:
     prompts = make_prompts(reader, max_tokens=20)
     assert prompts.source == "bundled"
     assert len(prompts.tokens) == len(bundled_texts()) == 32
+    assert prompts.tokens[0].equal(make_prompts(reader, bundled_texts()[:1], max_tokens=20).tokens[0])
     assert len(bundled_texts(CALIBRATION)) == 16
     texts = bundled_texts(CALIBRATION) + bundled_texts(MEASURED)
     assert len(texts) == len(set(texts))
