@@ -144,6 +144,7 @@ def test_data_sets_bring_texts_or_ids(reader: Any) -> None:
     assert tokens(reader, datasets.Dataset.from_dict({"input_ids": ROWS})) == ROWS
     masked = {"input_ids": [[*row, PAD] for row in ROWS], "attention_mask": [[1] * len(row) + [0] for row in ROWS]}
     assert tokens(reader, datasets.Dataset.from_dict(masked)) == ROWS
+    assert "2 of 2 prompts" in make_prompts(reader, masked).notes[0]
     for other in (datasets.Dataset.from_dict({"content": ["a"]}), datasets.DatasetDict({"train": texts})):
         with pytest.raises(ValueError, match="column"):
             make_prompts(reader, other)

@@ -224,6 +224,12 @@ def test_position_0_of_a_hugging_face_model_in_memory() -> None:
     assert torch.equal(whole, alone)
 
 
+@pytest.mark.parametrize("given", [0.0, (0.0, 1.0), (1.0, 0.0), (1.0, 2.0, 3.0), {"first": 1.0}, None])
+def test_what_is_no_constant(given: object) -> None:
+    with pytest.raises(ValueError, match="a constant is"):
+        Constant.of(given)
+
+
 def test_a_shared_norm_can_be_edited_for_its_keys_alone() -> None:
     """GPT-J: one norm feeds attention and the MLP; the MLP must see the intact one."""
     model = make_hooked(parallel_attn_mlp=True)
