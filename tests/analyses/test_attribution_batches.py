@@ -195,12 +195,8 @@ def test_features_of_the_scores_of_several_prompts() -> None:
     def sums(tokens: Tensor) -> pd.Series:
         features = Features.of(dictionary, model.run_with_cache(tokens)[1])
         table = attribute_scores(model, tokens, 1, 2, 7, 3, features=features).check().table
-        return (
-            table[table["side"] == "key"]
-            .assign(batch=table.get("batch", 0))
-            .groupby(["batch", "kind"])["contribution"]
-            .sum()
-        )
+        of_keys = table[table["side"] == "key"].assign(batch=table.get("batch", 0))
+        return of_keys.groupby(["batch", "kind"])["contribution"].sum()
 
     both = sums(batch)
     for i, row in enumerate(batch):

@@ -276,7 +276,7 @@ def test_the_second_sum_is_the_divergence_of_the_predictions(monkeypatch: pytest
     site = find_norms(model)[-1]
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(1, int(model.cfg.d_vocab), (200, 9), generator=generator)
-    change = 0.02 * torch.randn(9, site.d, dtype=torch.float64, generator=generator)
+    change = 0.02 * torch.randn(9, 1, dtype=torch.float64, generator=generator).expand(9, site.d)
     sums, divergence = 0.0, 0.0
     monkeypatch.setattr(NormEdit, "output", lambda edit, x: edit.norm.module(x) + change)
     for tokens in rows:

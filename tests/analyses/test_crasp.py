@@ -120,6 +120,8 @@ def test_samples_are_words_of_the_language_labelled_as_the_program_does(
     words = depth.sample_block_words(k, (low, high), 20, torch.Generator().manual_seed(seed))
     pattern = re.compile("".join(f"{compiler.block_symbol(block)}+" for block in range(1, k + 1)))
     program = parse(compiler.last_block(k))
+    right = depth.exact_match(words[1] ^ (torch.arange(20) == seed % 20)[:, None], words[1])
+    assert right.tolist() == [place != seed % 20 for place in range(20)]
     for tokens, labels in zip(*(part.tolist() for part in words), strict=True):
         length = sum(label != PAD for label in labels)
         assert low <= length <= high

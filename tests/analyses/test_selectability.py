@@ -62,11 +62,8 @@ def test_every_key_has_a_row_and_heads_are_summed_up_from_them() -> None:
         assert head["n"] == len(rows) == 33
     order = heads[["layer", "variant"]].drop_duplicates().to_numpy().tolist()
     assert order == [[layer, variant] for layer in (0, 1) for variant in VARIANTS]
-    assert (
-        heads.query("variant == 'no_projection'")[["margin_median", "attainable_median", "unreachable"]]
-        .isna()
-        .all(axis=None)
-    )
+    unknown = ["margin_median", "attainable_median", "unreachable"]
+    assert heads.query("variant == 'no_projection'")[unknown].isna().all(axis=None)
     about = report.provenance["selectability"]
     assert [about[name] for name in ("prompts", "keys_per_prompt", "d_head", "undecided")] == [2, 20, 8, 0]
     assert about["random_unselectable"] == random_unselectable(20, 8)

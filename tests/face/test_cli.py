@@ -26,6 +26,7 @@ from ln_probe import batch, cli
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Experiment, Request
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.batch import Outcome, Settings, Target
+from ln_probe.loading.convert import has_hooked_transformer
 from ln_probe.models import BUNDLED
 
 OPTIONS = ["from", "checkpoints", "prompts", "max-prompts", "max-tokens", "groups", "loss", "probes", "layers"]
@@ -163,7 +164,7 @@ def test_names_and_versions() -> None:
     assert values["torch"] == importlib.metadata.version("torch")
     assert values["devices"].startswith("cpu")
     assert values["threads"] == f"{torch.get_num_threads()} of {os.cpu_count()}"
-    assert values["worlds"].endswith("TransformerBridge")
+    assert values["worlds"] == "HookedTransformer, " * has_hooked_transformer() + "TransformerBridge"
     assert values["numba"] == importlib.metadata.version("numba")
 
 

@@ -97,6 +97,7 @@ def test_every_form_of_a_report_has_a_page_and_a_cell(form: str, report: Report)
         assert " ".join(text.split()) in " ".join(Page(cell).text.split())
     assert " 0 books" not in page.text
     assert all(300 <= int(width) <= 1400 for width in re.findall(r"--legible:(\d+)px", html)), "a phone to a screen"
+    assert ("loss was not measured" in page.text) == (not len(one.tables["causal"]))
     expected = {"512 tokens": "the first 128 of 512 tokens", "another loss": "points", "no loss": "not measured"}
     assert expected.get(form, "") in page.text
 
