@@ -103,6 +103,8 @@ def test_the_final_scale() -> None:
 def test_the_table_and_the_picture() -> None:
     model = ln_probe.load_model("lm-layernorm")
     text = "The ships came <b>home."
+    lenses = [logit_lens(model, [text, "The lamp"], -1, target=t).values for t in (",", model.to_single_token(","))]
+    assert lenses[0].equal(lenses[1])
     lens = logit_lens(model, [text, "The lamp"], slice(0, None), target=5, against="mean")
     table = lens.check().table
     row = table.query("layer == 2 and batch == 1 and position == 1").iloc[0]
