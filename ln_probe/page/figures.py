@@ -352,8 +352,8 @@ def _few_log_ticks(axes: mpl.axes.Axes, *, share: bool = False) -> None:
     """Label a logarithmic axis with plain numbers, several of them even within one decade."""
     low, high = axes.get_ylim()
     narrow = high < 8 * low
-    decades = LogLocator() if high > 1000 * low else LogLocator(subs=(1.0, 2.0, 5.0))
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]) if narrow else decades)
+    by_decade = LogLocator() if high > 1000 * low else LogLocator(subs=(1.0, 2.0, 5.0))  # subs over 4: no tick
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]) if narrow else by_decade)
     factor, unit = (100, " %") if share else (1, "")
     axes.yaxis.set_major_formatter(lambda value, _place: f"{factor * value:.3g}{unit}")
     axes.yaxis.set_minor_locator(NullLocator())

@@ -80,33 +80,6 @@ def test_a_copy_of_every_key_makes_duplicates(name):
     assert not (there.margin_lower > 0).any()
 
 
-@pytest.mark.parametrize("shift", [0.0, 2.0])
-def test_directions_that_axes_lack_are_not_those_of_the_keys(shift):
-    # Along them a center is a bias per key, and keys that differ along them alone are copies.
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        keys = rng.standard_normal((30, 5))
-        keys[3] = keys[2]
-        turn = np.linalg.qr(rng.standard_normal((5, 5)))[0]
-        kept, lost = turn[:, :3], turn[:, 3:]
-        keys[3] += lost @ rng.standard_normal(2)
-        center = kept @ rng.standard_normal(3) + shift * lost @ rng.standard_normal(2)
-        axes = kept @ conditioned(rng, 3, 1e6)
-        found = geometry_of(Case(keys, None, (center, axes)))
-        bias = None if shift == 0.0 else keys @ lost @ (lost.T @ center)
-        expected = ln_probe.key_geometry(keys @ kept, bias)
-        assert (found.verdict == expected.verdict).all()
-        if shift == 0.0:
-            assert "selectable" not in found.verdict[2:4]
-        for i in np.flatnonzero(found.verdict == "selectable"):
-            witness = found.witness(int(i))
-            scores = keys @ witness
-            assert scores.argmax() == i
-            assert (np.delete(scores, i) < scores[i]).all()
-            beside = lost.T @ (witness - center) if shift else lost.T @ witness
-            assert np.linalg.norm(beside) <= 1e-8 * np.linalg.norm(witness)
-
-
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_bias_that_is_rounding_is_none(turned):
     # The keys do not differ along the center, which the axes lack: all its scores are the same, up to rounding.

@@ -133,9 +133,8 @@ def test_states_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_growth_is_that_of_the_largest_and_the_median_draw(tmp_path: Path) -> None:
     tables = ran("saturated_states", tmp_path, (0,)).tables
     assert sorted({*tables["values"]["length"]}) == [8, 16, 32]
-    growth = tables["growth"].pivot_table(
-        index=["theory", "cell", "layers", "hidden"], columns="measure", values="value"
-    )
+    cell = ["theory", "cell", "layers", "hidden"]
+    growth = tables["growth"].pivot_table(index=cell, columns="measure", values="value")
     assert len(growth) == len(saturated_states.CELLS)
     assert (growth.loc[saturated_states.CONSTANT] == [0, 0, 0, 1]).all(axis=None), "exponents, growing, settled draws"
     grows = growth.loc[saturated_states.GROWS]

@@ -58,6 +58,19 @@ def test_every_claim_of_the_sources_has_its_figure_or_its_reason() -> None:
     assert "| 0.75 (read off) | 0.64 [0.59, 0.68] | partly |" in "".join(shown)
 
 
+def test_a_table_shows_the_rows_of_its_files(tmp_path: Path) -> None:
+    found = MEASURED["table"](
+        "bench/results/optimal.csv", ["model = `{model}`", "change = {delta_mean:+.2f}"], "group == 'attention'"
+    )
+    rows = pd.read_csv(RESULTS / "optimal.csv").query("group == 'attention'")
+    expected = [f"| `{r.model}` | {r.delta_mean:+.2f} |" for r in rows.itertuples()]
+    assert found.splitlines() == ["| model | change |", "| --- | --- |", *expected]
+    unknown = MEASURED["table"]("bench/results/headline.csv", ["d = {difference:+.3f}"], "model == 'smollm2-135m'")
+    assert unknown.splitlines()[-1] == "| – |"  # no number: logits overflow
+    with pytest.raises(ValueError, match="title"):
+        MEASURED["table"]("bench/results/headline.csv", ["{model}"])
+
+
 def test_every_table_has_its_command_and_is_shown() -> None:
     about = pd.read_csv(RESULTS / "about.csv")
     assert list(about["table"]) == sorted({p.stem for p in RESULTS.glob("*.csv")} - {"about"})
@@ -241,3 +254,14 @@ def test_one_command_measures_models_of_the_hub_and_prints_which_predictions_hol
     errors = printed.err + capsys.readouterr().err
     for name, word in (("gpt2-medium", "revision"), ("pythia-70m", "offline|OFFLINE"), ("pythia-1.4b", "vocabulary")):
         assert re.search(rf"^{name}: not measured: .*{word}", errors, re.M), errors
+
+
+def test_a_text_that_is_missing_or_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = script("measure")
+    monkeypatch.setattr(measure, "SHARED", tmp_path)
+    with pytest.raises(SystemExit, match=r"kjv\.txt.*[0-9a-f]{64}"):
+        measure.corpus("kjv.txt")
+    (tmp_path / "corpora").mkdir()
+    (tmp_path / "corpora" / "kjv.txt").write_text("In the end")
+    with pytest.raises(SystemExit, match="another"):
+        measure.corpus("kjv.txt")

@@ -56,6 +56,13 @@ def test_gradient_through_later_layers() -> None:
     assert abs((logits[0] - logits[1]) / 0.1 - effect) < 0.02 * abs(effect) + 1e-4
 
 
+def test_what_sets_sigma() -> None:
+    """The shares and eps add up to sigma²."""
+    names = run_example("what_sets_sigma")
+    total = sum(names["shares"].values()) + names["norm"].eps
+    torch.testing.assert_close(total, names["squares"], rtol=1e-5, atol=0.0)
+
+
 def _node_scores(result: Any) -> torch.Tensor:
     return torch.tensor([result.node_scores[node] for node in sorted(result.node_scores, key=str)])
 

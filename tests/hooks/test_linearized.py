@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from small_models import lab
-from torch import Tensor
 
 from ln_probe.hooks import InterventionError, LostEditError, find_norms, linearized
-from ln_probe.hooks.norm import Norm
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 ANSWER = 7
 
 pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")
-
-
-def gradient_at(model: Any, site: Norm, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """A norm's input during `run`, and the gradient of the answer's last logit with respect to it."""
-    seen: list[Tensor] = []
-
-    def keep(_m: Any, args: Any) -> Any:
-        x = args[0].detach().requires_grad_()
-        seen.append(x)
-        return (x, *args[1:])
-
-    handle = site.module.register_forward_pre_hook(keep)
-    with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(run()[0, -1, ANSWER], seen[0])
-    handle.remove()
-    return seen[0].detach().double(), gradient.double()
 
 
 def test_sigmas_of_other_tokens_are_refused(worlds: list[tuple[str, Any]]) -> None:
