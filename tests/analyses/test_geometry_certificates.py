@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from geometry_families import FAMILIES, Case
+from architectures import cases
+from geometry_families import FAMILIES, Case, adversarial
 from rational_checker import RationalChecker, Report
 
 import ln_probe
@@ -81,6 +82,14 @@ def test_the_checker_sees_what_is_wrong() -> None:
         "key 0 is selectable", "key 1 is unselectable", "key 2 is selectable", "key 3 is selectable",
         "key 4 is selectable",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", cases(0, slow=[1, 2]))
+def test_verdicts_that_follow_from_a_construction(seed: int) -> None:
+    for name, keys, expected in adversarial(np.random.default_rng(seed)):
+        geometry = ln_probe.key_geometry(keys)
+        geometry.certify()
+        assert geometry.verdict.tolist() == expected, name
 
 
 def test_verdicts_are_about_the_keys_and_margins_about_the_queries_of_the_set() -> None:

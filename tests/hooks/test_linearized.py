@@ -1,4 +1,4 @@
-"""Sigma held at every norm: the forward pass stays, gradients are those of the linear map, and other edits nest."""
+"""Holding sigma: which sigmas, models and tokens are refused, and a lost edit. (Gradients: test_edit_formulas.py.)"""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from small_models import lab
 from ln_probe.hooks import InterventionError, LostEditError, find_norms, linearized
 
 TOKENS = torch.arange(1, 21).view(2, 10)
-ANSWER = 7
 
 pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")
 
