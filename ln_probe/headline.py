@@ -39,7 +39,7 @@ class FreezingCost:
             prompts.
         table: the primary contrasts, columns as in `report.causal`.
         constants: what replaced sigma: `.of(i)` on prompt i, `.pooled`, `.observed`.
-        sentence: the estimate in words.
+        sentence: the estimate and its interval, as a sentence.
         prompts: source, count, tokens and SHA-256 of the prompts, as in a report's provenance.
         unit: of losses.
         notes: what a reader has to know.
@@ -85,7 +85,7 @@ class FreezingCost:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As JSON has it; what is not known is None."""
+        """As JSON has it; None for an interval that was not tested."""
         numbers = {name: getattr(self, name) for name in ("estimate", "low", "high", "loss", "unit")}
         constants = {
             "source": self.constants.source,
