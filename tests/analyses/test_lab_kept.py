@@ -85,9 +85,9 @@ def test_tables_are_made_of_the_values_of_every_seed(experiment: str) -> None:
         if name in committed or len(table):  # empty: of models that an experiment does not have
             kept, made = table_at(where, name), table.reset_index(drop=True)
             assert list(kept) == list(made)
-            # A nonlinear least-squares optimum is searched for anew, and its steps depend on how BLAS rounds.
+            # A nonlinear optimum is searched for anew: from starts moved by 1e-12 the results spread over 4.4e-6 of it.
             searched = [column for column in kept.columns if column == "optimum"]
-            pd.testing.assert_frame_equal(kept[searched], made[searched], check_dtype=False, rtol=1e-6, atol=1e-9)
+            pd.testing.assert_frame_equal(kept[searched], made[searched], check_dtype=False, rtol=1e-5, atol=1e-9)
             kept, made = kept.drop(columns=searched), made.drop(columns=searched)
             pd.testing.assert_frame_equal(kept, made, check_dtype=False, rtol=1e-9, atol=1e-9)
 
