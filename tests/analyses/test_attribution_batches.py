@@ -48,7 +48,7 @@ def test_positions_targets_and_components() -> None:
     following = attribute_logits(model, batch, slice(0, 9))
     given = attribute_logits(model, batch, slice(0, 9), target=batch[:, 1:])
     assert torch.equal(following.values, given.values)
-    assert following.label == "logit of the next token"
+    assert [a.label for a in (following, given)] == ["logit of the next token", "logit of the tokens given"]
     one_each = attribute_logits(model, batch, -1, target=[7, 8])
     alone = [attribute_logits(model, TOKENS, -1, i).total for i in (7, 8)]
     assert one_each.total[:, 0].tolist() == pytest.approx(alone, abs=1e-5)

@@ -249,9 +249,6 @@ def test_an_edit_that_overflows_is_said_to(monkeypatch: pytest.MonkeyPatch) -> N
     assert any("not finite" in note and "all no_scaling" in note for note in report.notes)
 
 
-# ----------------------------------------------------------------------------------------------- norms one at a time
-
-
 @pytest.mark.parametrize("norm", [0, 1, -1])
 def test_the_first_sum_is_the_derivative_of_the_loss(norm: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = lab().double()

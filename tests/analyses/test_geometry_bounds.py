@@ -17,6 +17,7 @@ from small_models import norm_of
 
 import ln_probe
 from ln_probe.analyses.geometry import queries
+from ln_probe.analyses.geometry.attention import exponentials
 from ln_probe.analyses.geometry.decide import WEIGHT_GAP, solve_sets
 from ln_probe.analyses.geometry.keys import query_sets
 from ln_probe.hooks.attention import Heads, Rotary
@@ -128,6 +129,14 @@ def test_axes_that_lack_directions_and_axes_of_no_length():
     point = ln_probe.key_geometry(keys, query_set=(center, np.zeros((4, 0))))
     np.testing.assert_allclose(point.attainable, weights(keys, center[None])[0], atol=1e-12)
     np.testing.assert_allclose(point.attainable_upper, point.attainable, atol=1e-12)
+
+
+def test_exponentials_are_exact_to_about_an_ulp() -> None:
+    values, room = np.linspace(-720.0, 3.0, 2001), np.empty(2001)
+    powers = np.empty(2001)
+    total = exponentials.py_func(values, 3.0, room, room.view(np.int64), powers)
+    np.testing.assert_allclose(powers, np.exp(values - 3.0), rtol=5e-16, atol=1e-304)
+    assert total == pytest.approx(powers.sum(), rel=1e-14)
 
 
 def test_attainable_at_is_the_query() -> None:

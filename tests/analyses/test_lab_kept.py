@@ -288,6 +288,19 @@ def test_contrasts_are_over_the_seeds_that_have_come_that_far() -> None:
     assert {*contrasts.query("step == 2000")["seeds"]} == {10}
 
 
+def test_words_of_a_bin_and_heads_of_a_line() -> None:
+    for experiment in ("depth", "depth_deep"):
+        matched = table_at(folder(experiment), "exact_match")["value"] * depth.EVALUATION_WORDS
+        np.testing.assert_allclose(matched, matched.round(), atol=1e-6)
+    matched = table_at(folder("depth"), "exact_match")
+    with_failed = depth.hit_rates(matched, matched[[*depth.KEYS, "seed"]].head(1).assign(seed=99))
+    more = with_failed[["seeds", "hits"]] - table_at(folder("depth"), "hits")[["seeds", "hits"]]
+    assert more.sum().tolist() == [1, 0], "a run that failed is no hit"
+    errors = table_at(folder("approximation"), "errors")
+    lines = [approximation.trained_exponents(errors[errors["heads"].isin(heads)]) for heads in ((1, 4), (1, 4, 16))]
+    assert [line.empty for line in lines] == [True, False]
+
+
 def test_an_interval_of_shares_ends_at_all() -> None:
     values = pd.DataFrame(
         {"form": [tasks.THRESHOLD, tasks.ABSOLUTE] * 2, "seed": [0, 0, 1, 1], "value": [1, 0, 0.6, 0.5]}
@@ -323,6 +336,7 @@ def assert_complete(experiment: str, committed: pd.DataFrame) -> None:
         squares = [(cell.space, cell.d_model, cell.d, cell.n) for cell in random_keys.cells(quick=False)]
         rows = committed[["space", "d_model", "d", "n"]].drop_duplicates()
         assert sorted(squares) == sorted(map(tuple, rows.to_numpy().tolist()))
+        assert len([*random_keys.cells(quick=True)]) == 172
     elif experiment == "compiler":
         assert (committed["words"].max(), committed["every_word_to"].max()) == (3**8, compiler.EVERY_WORD_TO)
         assert compiler.WORDS in set(committed["words"])

@@ -312,6 +312,7 @@ def test_encoder(tiny: Tiny, books: tuple[Path, Path], monkeypatch: pytest.Monke
     seeds = results.tables["seeds"]
     passages = seeds[seeds["space"] == "passages"]
     assert len(passages) == 4 * 2  # norms that are tuned of both shapes, loss and accuracy
+    assert (seeds[seeds["space"].isin(["-", "passages"])]["layer"] == -1).all(), "of a whole model"
     (run,) = (run for run in runs if run.keys == {"shape": "wide", "norm": "projection_only"})
     spec = encoder.ClassifierSpec(run.spec, run.folder / "model.safetensors", 2)
     tuned = trained(replace(run, spec=spec, folder=run.folder.parents[1] / "passages" / run.folder.name))

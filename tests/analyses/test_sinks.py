@@ -65,7 +65,7 @@ def test_attention_with_scaling_frozen_is_that_of_frozen_keys() -> None:
     scores = torch.einsum("qhd,khd->hqk", q, keys + model.blocks[0].attn.b_K.double()) / 8**0.5
     hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     pattern = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    single = sinks_of(model, TOKENS[None], calibration=TOKENS.roll(3)[None], layers=[0])
+    single = sinks_of(model, TOKENS[None], calibration=TOKENS.roll(3)[None], layers=[0], batch_size=1)
     frozen = single.constants.of(0)["blocks.0.ln1"]
     assert frozen.rest == pytest.approx(report.constants.of(0)["blocks.0.ln1"].rest)
     first = pattern[:, 1:, 0].mean(1)
@@ -103,6 +103,8 @@ def test_position_0_and_the_longest_other_token_are_always_there() -> None:
     assert bare["kind"].tolist() == ["first", "longest"]
     assert bare["received"].isna().all()
     assert (bare["n"] == 0).all()
+    parallel = sinks_of(make_bridge("neox"), TOKENS[None]).sinks  # two norms of one vector: the first is named
+    assert not parallel["site"].str.contains("ln2").any()
     short = sinks_of(model_of(), torch.tensor([[1, 2, 3], [4, 5, 6]]))
     assert any(note.startswith("sinks: 2 prompts of fewer than 8 tokens") for note in short.notes)
 

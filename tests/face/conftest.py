@@ -81,8 +81,6 @@ def causal() -> pd.DataFrame:
     return CAUSAL.frame(rows)
 
 
-# ---------------------------------------------------------------------------------------------------------- a browser
-
 REQUIRED = os.environ.get("LN_PROBE_NEEDS_BROWSER") == "1"  # set by .ci/run: there, a missing browser is a failure
 
 

@@ -189,6 +189,13 @@ def test_memory_that_is_short_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
             assert ("--max-tokens" in batch.memory_shortage(model, tokens)) == is_short
 
 
+@pytest.mark.parametrize(("limit", "free"), [("5000", 3000), ("max", 7 * 1024), (str(2**40), 7 * 1024)])
+def test_memory_of_a_container(limit: str, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"meminfo": "MemTotal: 9 kB\nMemAvailable: 7 kB\n", "memory.max": limit, "memory.current": "2000"}
+    monkeypatch.setattr(Path, "read_text", lambda path: texts[path.name])
+    assert batch.free_memory() == free
+
+
 def test_defaults_are_those_of_the_calls() -> None:
     """Of every entry point, of the settings of a batch, and of the options of the command line."""
     reference = {"allow_pickle": False, "device": None, "dtype": None, "overwrite": False, "quiet": False}
@@ -215,9 +222,6 @@ def test_the_digest_covers_what_decides_the_tables(home: Path) -> None:
     assert plain.digest("a") == Settings(device="cpu", overwrite=True, progress=True).digest("a")
     others = [Settings(max_prompts=3), Settings(prompts=home / "prompts.jsonl"), Settings(dtype="float64")]
     assert len({plain.digest("a"), plain.digest("b"), *(settings.digest("a") for settings in others)}) == 5
-
-
-# ------------------------------------------------------------------------------------------------------------ Ray
 
 
 @contextmanager

@@ -86,9 +86,6 @@ def test_a_page_is_drawn_and_used(report: Report, visit: Any) -> None:
     view.quiet()
 
 
-# --------------------------------------------------------------------------------------------------------- hostile text
-
-
 @pytest.mark.slow
 @pytest.mark.release
 def test_hostile_text_stays_text(report: Report, visit: Any) -> None:

@@ -27,7 +27,7 @@ from ln_probe.analyses.lab.experiments import EXPERIMENTS, Experiment, Request
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.batch import Outcome, Settings, Target
 from ln_probe.loading.convert import has_hooked_transformer
-from ln_probe.models import BUNDLED
+from ln_probe.models import BUNDLED, bundled_folder
 
 OPTIONS = ["from", "checkpoints", "prompts", "max-prompts", "max-tokens", "groups", "loss", "probes", "layers"]
 OPTIONS += ["tokenizer", "out", "workers", "engine", "device", "dtype", "allow-pickle"]
@@ -49,9 +49,6 @@ def refused(*args: object) -> str:
     assert len(said.splitlines()) == 1
     assert not Path("out").exists()
     return said
-
-
-# ------------------------------------------------------------------------------------------------------ bad values
 
 
 def test_quiet_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +148,6 @@ def test_the_first_command_leaves_transformer_lens_out() -> None:
     assert said.endswith("['torch', 'numpy', 'pandas']\n")
 
 
-# ------------------------------------------------------------------------------------------------------ what it does
-
-
 def test_names_and_versions() -> None:
     printed, _ = ends(0, "models")
     for name, about in BUNDLED.items():
@@ -186,6 +180,8 @@ def test_the_options_reach_the_measurement() -> None:
     assert (about["model"]["dtype"], about["calibration"]["groups"]) == ("float64", 2)
     assert set(report.tables["layernorms"]["layer"].dropna()) == {0}
     assert about["prompts"]["begin"][0].startswith("word1")
+    ends(0, "report", "m", *options[:2], *more[:2], "--tokenizer", bundled_folder("lm-none"), "--out", "o", "--quiet")
+    assert ln_probe.load_report("o/m").provenance["prompts"]["begin"][0] == "!%'#", "the folder of a tokenizer"
 
 
 def test_what_a_command_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,9 +246,6 @@ def test_freezing_cost() -> None:
     assert ("PyTorch" in progress, "PyTorch" in printed) == (True, False)
     assert "cuda:99" in "".join(ends(1, *line, "--device", "cuda:99"))
     assert "27 tokens" in printed
-
-
-# ------------------------------------------------------------------------------------------------- the laboratory
 
 
 @pytest.fixture

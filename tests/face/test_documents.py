@@ -155,9 +155,6 @@ def test_figures_of_readme_are_those_of_the_tables() -> None:
     assert typed == figures_of_findings()
 
 
-# ------------------------------------------------------------------------------------------------- code and links
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,9 +350,6 @@ def test_attention_of_a_layer_intact_beside_an_edit() -> None:
             ln_probe.attention(model, tokens, **options)
 
 
-# ------------------------------------------------------------------------------------------------------------ the index
-
-
 def named(report: Report, name: str, step: int | None = None) -> Report:
     return replace(report, provenance={**report.provenance, "model": {"name": name, "step": step}})
 

@@ -52,9 +52,6 @@ def tokens(model: Any, prompts: Any, **how: Any) -> list[list[int]]:
     return [row.tolist() for row in make_prompts(model, prompts, **how).tokens]
 
 
-# ------------------------------------------------------------------------------------------------------------- texts
-
-
 def test_texts_get_the_first_token(reader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = make_prompts(reader, ["abc", "hello there"])
     assert [row[0].item() for row in prompts.tokens] == [1, 1]
@@ -82,9 +79,6 @@ def test_long_prompts_are_cut_with_a_note_and_the_first_are_used(reader: Any) ->
     for several in (["abc", "de"], ROWS, torch.tensor([[3, 4], [5, 6]]), {"input_ids": ROWS}):
         assert len(tokens(reader, several, max_prompts=1)) == 1
     assert tokens(reader, None, max_prompts=2) == tokens(reader, None)[:2]
-
-
-# ------------------------------------------------------------------------------------------------------------- files
 
 
 def test_a_text_file_is_read_as_it_stands(reader: Any, tmp_path: Path) -> None:
@@ -150,9 +144,6 @@ def test_data_sets_bring_texts_or_ids(reader: Any) -> None:
             make_prompts(reader, other)
 
 
-# --------------------------------------------------------------------------------------------------------- token ids
-
-
 ONE = [[5, 6, 7]]
 
 
@@ -183,9 +174,6 @@ def test_padding_without_a_mask_is_left_out_at_either_end(
     assert tokens(reader, kind(with_ends)) == [[END, *row, END] for row in ROWS]
 
 
-# ------------------------------------------------------------------------------------- without prompts of the user's
-
-
 def test_bundled_passages_are_the_default(reader: Any) -> None:
     prompts = make_prompts(reader, max_tokens=20)
     assert prompts.source == "bundled"
@@ -208,9 +196,6 @@ def test_a_model_without_a_tokenizer_needs_prompts(make: Any) -> None:
         with pytest.raises(ValueError, match="no tokenizer") as raised:
             call()
         assert "\n" not in str(raised.value)
-
-
-# --------------------------------------------------------------------------------------------- what cannot be used
 
 
 @pytest.mark.parametrize(("given", "error", "word"), [
@@ -258,9 +243,6 @@ def test_masks_that_cannot_be_used(mask: list[list[int]], word: str, model: Any)
 def test_options_that_cannot_be_used(options: dict[str, Any], word: str, reader: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=word):
         make_prompts(**({"model": reader, "prompts": "abc"} | options))
-
-
-# ------------------------------------------------------------------------------------------------------- token names
 
 
 @pytest.mark.parametrize(("name", "content"), [

@@ -265,7 +265,8 @@ def test_bad_arguments(what: Any, options: dict[str, Any], word: str) -> None:
 
 
 def test_sites_by_their_hook_points() -> None:
-    with without(make_bridge("gpt2"), "scaling", sites=["ln_final", "blocks.1.ln1.hook_scale"], scale=2.0) as done:
+    sites = ["ln_final", "blocks.1.ln1.hook_scale"]
+    with without(make_bridge("gpt2"), "scaling", sites=sites, tokens=ONE[:, :2]) as done:
         assert list(done.sites) == ["blocks.1.ln1", "ln_final"]
 
 
@@ -339,8 +340,15 @@ def test_a_hugging_face_model_whose_bridge_ran_with_a_hook() -> None:
     original = hugging_face("gpt2")
     bridge_of(original).run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_resid_pre", lambda v, hook: 1.0 * v)])
     intact = original(TOKENS).logits
-    with without(original, "scaling", scale=2.0):
-        assert difference(original(TOKENS).logits, intact) > 1e-4
+    scale = {norm.name: {"first": 2.0, "rest": 3.0} for norm in find_norms(original) if norm.reads == "attention"}
+    with without(original, "scaling", scale=scale):
+        edited = original(TOKENS).logits
+        assert difference(edited, intact) > 1e-4
+        with linearized(original):
+            assert torch.equal(original(TOKENS).logits, edited)
+        assert torch.equal(
+            original.lm_head(original.transformer(TOKENS)[0]), edited
+        )  # without the head, begun all the same
     assert torch.equal(original(TOKENS).logits, intact)
 
 

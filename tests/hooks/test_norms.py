@@ -120,6 +120,7 @@ def test_norms_of_the_laboratory(kind: str, radius: float | None) -> None:
     if norm.scales:
         assert norm.radius == pytest.approx(radius or math.sqrt(32))
     else:
+        assert math.isnan(norm.radius)
         assert norm.constant_scale == pytest.approx(float(norm.module.divisor))  # type: ignore[arg-type]
 
 
