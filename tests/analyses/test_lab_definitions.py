@@ -57,7 +57,7 @@ REFUSED: list[tuple[Callable[[Path, Path], Any], type[Exception], str]] = [
     (lambda out, _: replace(SHAPE, d_head=None, n_heads=3), ValueError, "divisible"),
     (lambda out, _: replace(SHAPE, norm="batchnorm"), ValueError, "unknown"),
     (lambda out, _: Norm("none", 4, divisor=2.0, radius=1.0), ValueError, "not both"),
-    (lambda out, _: Norm("none", 4, divisor=-1.0), ValueError, "positive"),
+    (lambda out, _: Norm("none", 4, divisor=0.0), ValueError, "positive"),
     (lambda out, _: SHAPE.build()(torch.zeros(1, 9, dtype=torch.long)), ValueError, "context"),
     (lambda out, text: TextTask([text], 280, 100_000), ValueError, "short"),
     (lambda out, _: read_tokenizer(remove_norm.start_folder(), 1023), ValueError, "1024"),

@@ -39,8 +39,8 @@ def sinks_of(model: Any, tokens: Any, **options: Any) -> ln_probe.Report:
 
 
 def test_attention_to_position_0_by_counting() -> None:
-    """Gu et al. average over all queries, position 0's own included; `first_attention` leaves that one out."""
-    model, prompts = model_of(5, positions="learned"), torch.stack([TOKENS, TOKENS.roll(3), TOKENS.roll(7)])
+    """Gu et al. average over all queries, position 0's own too (it decides twice); `first_attention` leaves it out."""
+    model, prompts = model_of(26, positions="learned"), torch.stack([TOKENS, TOKENS.roll(3), TOKENS.roll(7)])
     heads = sinks_of(model, prompts).sink_heads
     _, cache = model.run_with_cache(prompts)
     for row in heads.itertuples():
@@ -105,6 +105,7 @@ def test_position_0_and_the_longest_other_token_are_always_there() -> None:
     assert (bare["n"] == 0).all()
     parallel = sinks_of(make_bridge("neox"), TOKENS[None]).sinks  # two norms of one vector: the first is named
     assert not parallel["site"].str.contains("ln2").any()
+    assert {*sinks_of(make_bridge("bert"), torch.tensor([[1, 2]])).sinks["n"]} == {2}, "both see both"
     short = sinks_of(model_of(), torch.tensor([[1, 2, 3], [4, 5, 6]]))
     assert any(note.startswith("sinks: 2 prompts of fewer than 8 tokens") for note in short.notes)
 
