@@ -151,6 +151,8 @@ def test_features_of_several_hook_points() -> None:
     found = attribute_logits(model, TOKENS, -1, 3, features=three).check()
     assert found.total == pytest.approx(plain.total, abs=1e-10)
     assert set(found.table["kind"]) == {"feature", "decoder bias", "error", "norm bias", "unembedding bias"}
+    first = Features.of(Dictionary("blocks.0.hook_resid_pre"), cache)
+    assert "embedding" not in set(attribute_logits(model, TOKENS, -1, 3, features=first).check().table["kind"])
     last = Features.of(Dictionary("blocks.1.hook_resid_post"), cache)
     alone, after = (attribute_logits(model, TOKENS, -1, 3, features=f).check() for f in (last, [*three, last]))
     assert list(after.table["part"]) == list(alone.table["part"])

@@ -184,6 +184,10 @@ def test_the_dimensions_of_a_massive_activation() -> None:
     assert row["dimensions"] == "5 (97 %)"
     assert row["kind"] == "longest+outlier+massive"
     assert row["site"] in ("blocks.1.ln1", "blocks.1.ln2", "ln_final")
+    half, x = TokenSizes(), torch.randn(20, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for values in (x, x.float()):
+        half.add(find_norms(model)[0], values)
+    assert torch.equal(half.ratio, half.ratios["blocks.0.ln1"]), "as exact in half precision"
 
 
 @pytest.mark.parametrize(("entry", "usual", "massive"), [(101, 0.1, True), (99, 0.09, False), (101, 0.102, False)])
