@@ -94,6 +94,8 @@ def test_tables_are_made_of_the_values_of_every_seed(experiment: str) -> None:
 
 def test_all_committed_results_are_checked() -> None:
     assert {*EVALUATED} == {path.parent.name for path in PUBLISHED_FOLDER.glob("*/results.json")}
+    assert {name: about.quick_seeds for name, about in EXPERIMENTS.items()} == QUICK["seeds"]
+    assert [*rational_recurrence.BLOCKS_QUICK] == QUICK["blocks"]
 
 
 CROSSES = ("majority", "language_model", "language_model_full", "depth", "depth_deep", "approximation", "counting")
@@ -145,6 +147,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "remove_norm": {"schedule": asdict(remove_norm.FULL.schedule), "contexts": remove_norm.FULL.contexts},
     "anbk": {"constant_answer": {tasks.ABSOLUTE: 2 / 3, tasks.THRESHOLD: 1 / 2}},
 }  # fmt: skip
+QUICK: dict[str, Any] = json.loads((Path(__file__).parent / "quick_forms.json").read_text())
 
 
 class PlannedError(Exception):
@@ -231,8 +234,7 @@ def test_an_experiment_is_the_one_whose_results_are_committed(
         settings = about["settings"][constant]
         ours = json.loads(json.dumps(value))
         assert ours == (pytest.approx(settings) if isinstance(value, dict) else settings), constant
-    quick = json.loads((Path(__file__).parent / "quick_forms.json").read_text())[experiment]
-    assert choices(planned_runs(experiment, tmp_path, monkeypatch, gpt2, quick=True)) == quick
+    assert choices(planned_runs(experiment, tmp_path, monkeypatch, gpt2, quick=True)) == QUICK[experiment]
 
 
 @pytest.mark.parametrize(("experiment", "last", "cells"), [("majority", 100, (0, 4, 6, 7)), ("anbk", 200, (0, 1))])
@@ -261,9 +263,8 @@ def test_committed_runs_begin_the_same(
 
 
 def test_angles_before_training_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    angles = majority.start_angles(
-        [run for run in planned_runs("majority", tmp_path, monkeypatch, None) if run.seed < 3]
-    )
+    runs = planned_runs("majority", tmp_path, monkeypatch, None)
+    angles = majority.start_angles([run for run in runs if run.seed < 3])
     committed = table_at(folder("majority"), "curves").query("step == 0 and measure == 'angle_deg'")
     both = angles.merge(committed, on=["d", "norm", "radius", "seed", "step", "measure"], validate="1:1")
     assert len(both) == len(angles) == 39
@@ -280,9 +281,8 @@ def test_least_squares_solutions_are_solved_again() -> None:
 
 def test_contrasts_are_over_the_seeds_that_have_come_that_far() -> None:
     curves = table_at(folder("majority"), "curves")
-    lost = curves.query(
-        "d == 8 and norm == 'scaling_only' and radius == 'sqrt(d)' and seed == 3 and step == 5000"
-    ).index
+    one_cell = "d == 8 and norm == 'scaling_only' and radius == 'sqrt(d)'"
+    lost = curves.query(f"{one_cell} and seed == 3 and step == 5000").index
     contrasts = majority.analyse(curves.drop(lost))["contrasts"].query("d == 8 and measure == 'train_loss'")
     assert {*contrasts.query("step == 5000")["seeds"]} == {9}
     assert {*contrasts.query("step == 2000")["seeds"]} == {10}

@@ -106,6 +106,7 @@ def test_the_table_and_the_picture() -> None:
     lenses = [logit_lens(model, [text, "The lamp"], -1, target=t).values for t in (",", model.to_single_token(","))]
     assert lenses[0].equal(lenses[1])
     lens = logit_lens(model, [text, "The lamp"], slice(0, None), target=5, against="mean")
+    assert lens.label.endswith("minus the mean logit")
     table = lens.check().table
     row = table.query("layer == 2 and batch == 1 and position == 1").iloc[0]
     logits = lens.values[2, 1, 1]
