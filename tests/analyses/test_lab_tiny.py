@@ -315,11 +315,9 @@ def test_encoder(tiny: Tiny, books: tuple[Path, Path], monkeypatch: pytest.Monke
     assert (seeds[seeds["space"].isin(["-", "passages"])]["layer"] == -1).all(), "of a whole model"
     (run,) = (run for run in runs if run.keys == {"shape": "wide", "norm": "projection_only"})
     spec = encoder.ClassifierSpec(run.spec, run.folder / "model.safetensors", 2)
-    tuned = trained(replace(run, spec=spec, folder=run.folder.parents[1] / "passages" / run.folder.name))
-    assert (
-        json.loads((run.folder.parents[1] / "passages" / run.folder.name / "lab.json").read_text())["model"]["classes"]
-        == 2
-    )
+    folder = run.folder.parents[1] / "passages" / run.folder.name
+    tuned, about = trained(replace(run, spec=spec, folder=folder)), json.loads((folder / "lab.json").read_text())
+    assert (about["model"]["classes"], about["data"]["length"]) == (2, 32)
     passages_task = text_task.PassagesTask(books, task.text, 32, 100)
     for quick, sizes in ((True, (40, 16, 4)), (False, (150, 32, 15))):
         request = Request(run.folder, (1,), quick=quick, texts=books)

@@ -11,7 +11,7 @@ import pytest
 
 from ln_probe.analyses.probes import tables, wording
 from ln_probe.analyses.probes.wording import NATS, QUESTIONS, findings, in_layers, loss_change
-from ln_probe.analyses.text import counted, number, percent, signed, with_interval
+from ln_probe.analyses.text import counted, number, percent, shortened, signed, with_interval
 from ln_probe.hooks.norm import SCALING_FROZEN
 from ln_probe.hooks.norms import layers_in_words
 
@@ -218,6 +218,7 @@ def test_numbers_as_text() -> None:
     ]  # fmt: skip
     assert [signed(v) for v in (0.333, -99.4, 99.6, -190.4)] == ["+0.33", "-99", "+100", "-190"]
     assert [counted(n, "head") for n in (0, 1, 4)] == ["0 heads", "1 head", "4 heads"]
+    assert [shortened("a" * n)[80:] for n in (80, 81)] == ["", "… (81 characters)"]
     assert number(1234.5) == "1.23e+03"
     for given, texts in (
         ((0.28, 0.256, 0.304), ("+0.280", "+0.256 to +0.304")), ((12.0, 2.0, 52.0), ("+12", "+2 to +52")),
