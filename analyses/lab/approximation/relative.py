@@ -145,7 +145,7 @@ IF_PLUS, IF_MINUS = SPARSE_ONE, SPARSE[0]  # positions that `adaptive` reads, by
 LINEAR = ("2b", "4a", "4b")  # targets with a weight for each lag
 # Slopes from one that spreads over the whole sequence to one that sees the nearest lag alone, in the logarithm.
 SLOPE_RANGE = {"log": (1e-3, 30.0), "linear": (1e-4, 30.0), "t5": (1e-4, 30.0)}
-SEARCHED = 4  # heads up to which slopes are searched for; with more they are laid out evenly (16 with T5: 2 % above)
+SEARCHED = 4  # heads up to which slopes are searched for; with more, evenly spread (a search: 2 % less for 4a, T5, 16)
 STARTS = 8  # of the search over slopes, from 1, 2, … 8 parts of that range; more found nothing better
 
 
