@@ -15,7 +15,7 @@ from torch import nn
 
 from ln_probe import __version__
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.geometry.decide import start_compilation
+from ln_probe.analyses.geometry.decide import compilation
 from ln_probe.analyses.probes import BUILT_IN, DEFAULT
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults, chosen
 from ln_probe.analyses.probes.tables import TABLES
@@ -125,7 +125,7 @@ def analyze(
     }
     chosen_probes, objective = chosen(probes), Objective.of(loss)
     if any(probe.needs.attention for probe in chosen_probes):
-        start_compilation()  # the first pass goes on beside it
+        compilation.start()  # the first pass goes on beside it
     arguments: dict[str, Any] = {
         "probes": [probe.name for probe in chosen_probes],
         "layers": None if layers is None else indices(layers, "layer", shape["layers"]),

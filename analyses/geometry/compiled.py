@@ -11,9 +11,10 @@ has a separate folder.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,8 +102,11 @@ def cache_folder(sources: Path) -> Path | None:
 class Compilation:
     """Compiles kernels once: in the background if it is asked to, and in one process at a time.
 
+    A process of its own fills the cache: numba replaces how warnings are shown while it compiles,
+    and from a program beside it in the same process it took one in thirty.
+
     Args:
-        work: calls every kernel with arguments of the types that they are called with.
+        work: calls every kernel as it will be called; in the module whose `compilation` this is.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -111,7 +115,7 @@ class Compilation:
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Begin to compile in a thread; returns at once."""
+        """Begin to compile in the background; returns at once."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="compilation", daemon=True)
@@ -131,19 +135,24 @@ class Compilation:
         if self._error is not None:
             raise self._error
 
+    def fill(self, folder: str) -> None:
+        """Compile in this thread, for the cache in a folder."""
+        self._thread = threading.current_thread()
+        with FileLock(f"{folder}/lock"):  # a second process finds the code of the first
+            self._work()
+        Path(folder, "filled").touch()
+
     def _run(self) -> None:
-        folder, thresholds = cache_folder(Path(__file__).resolve().parent), gc.get_threshold()
-        gc.set_threshold(20_000, 50, 50)  # looking for garbage took a tenth of the time
+        folder = cache_folder(Path(__file__).resolve().parent)
         try:
-            if folder is None:
-                self._work()
-                return
-            with FileLock(folder / "lock"):  # a second process finds the code of the first
-                self._work()
+            if folder is not None and not (folder / "filled").exists():
+                code = f"from {self._work.__module__} import compilation; compilation.fill({str(folder)!r})"
+                paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+                # Where this fails the kernels are compiled below, and an error is told.
+                subprocess.run([sys.executable, "-c", code], env=os.environ | paths, capture_output=True)
+            self._work()
         except BaseException as error:
             self._error = error
-        finally:
-            gc.set_threshold(*thresholds)
 
 
 _share: int | None = None  # of the machine, where several processes divide it among them

@@ -374,8 +374,3 @@ def _compile_kernels() -> None:
 
 
 compilation = Compilation(_compile_kernels)
-
-
-def start_compilation() -> None:
-    """Begin to compile the kernels in the background."""
-    compilation.start()

@@ -113,3 +113,22 @@ def test_compilation_starts_in_the_background_and_reports_its_error() -> None:
 
     with pytest.raises(RuntimeError, match="compiler"):
         Compilation(fail).wait()
+
+
+def test_another_process_fills_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text(
+        "import os, pathlib\n"
+        "from ln_probe.analyses.geometry.compiled import Compilation\n"
+        "def work():\n"
+        "    with pathlib.Path(__file__).with_name('processes').open('a') as said:\n"
+        "        print(os.getpid(), file=said)\n"
+        "compilation = Compilation(work)\n"
+    )
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = __import__("kernels")
+    for _ in range(2):
+        Compilation(module.work).wait(quiet=True)
+    other, *here = map(int, (tmp_path / "processes").read_text().split())
+    assert other != os.getpid()
+    assert here == [os.getpid()] * 2
