@@ -208,6 +208,7 @@ def test_prompts_of_one_group_count_once() -> None:
     assert (row["delta_loss_low"], row["n"]) == pytest.approx((inference.low, 36))
     few = measured(lab(), prompts, groups=[i % 15 for i in range(36)], probe=Causal(single_norms=False))
     assert few.causal[["delta_loss_low", "p", "equivalence_bound"]].isna().all(axis=None)
+    assert not few.causal["sites"].str.startswith("blocks").any(), "no single norms"
     assert [note for note in few.notes if "15 prompt groups" not in note] == list(report.notes) == []
 
 

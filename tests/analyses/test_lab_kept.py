@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from decimal import Decimal
 from functools import cache, partial
 from pathlib import Path
@@ -152,6 +152,14 @@ QUICK: dict[str, Any] = json.loads((Path(__file__).parent / "quick_forms.json").
 
 class PlannedError(Exception):
     """Raised with the runs of an experiment in place of training them."""
+
+
+def test_the_bundled_models_have_a_text_of_their_own(tmp_path: Path) -> None:
+    texts = (write_words(tmp_path / "other.txt", ("the lamp", "was lit", "and the ships"), 20_000),)
+    request = Request(tmp_path, (1,), quick=True, texts=texts)
+    assert two_by_two.text(request).identity == TextTask(texts, two_by_two.D_VOCAB, two_by_two.N_CTX).identity
+    with pytest.raises(ValueError, match="bundled"):
+        two_by_two.text(replace(request, quick=False))
 
 
 def planned_runs(

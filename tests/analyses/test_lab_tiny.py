@@ -333,6 +333,7 @@ def test_encoder(tiny: Tiny, books: tuple[Path, Path], monkeypatch: pytest.Monke
     counts = torch.bincount(task.text.train_tokens, minlength=280).double() + 1
     unigram = float(-(counts / counts.sum()).log()[targets.flatten()].mean())
     assert results.settings["unigram_loss"] == pytest.approx(unigram)
+    assert results.settings["passages"] == passages_task.identity
     run = next(run for run in runs if run.keys == {"shape": "narrow", "norm": "projection_only"})
     _, cache = trained(run).run_with_cache(task.text.held_out(1))
     keys = {"before the norm": cache["blocks.0.hook_resid_post"], "normalized": cache["blocks.1.hook_resid_pre"]}

@@ -198,6 +198,7 @@ def test_massive_activations_as_they_are_defined(entry: float, usual: float, mas
     sizes = TokenSizes()
     sizes.add(norm_of(), x)
     assert sizes.massive.tolist() == [massive and at == 4 for at in range(12)]
+    assert sizes.dimensions(0).count("(6 %)") == 4, "however little they make up"
 
 
 def test_a_mask_of_rows_of_several_lengths_and_sizes_of_the_norms() -> None:

@@ -19,6 +19,8 @@ from architectures import cases, hugging_face
 from faulty import word_tokenizer
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import ln_probe
 from ln_probe.analyses.lab.transformer import LabConfig
@@ -170,6 +172,11 @@ def own_code(folder: Path) -> None:
     config(auto_map={"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"})(folder)
 
 
+def empty_tokenizer(folder: Path) -> None:
+    Tokenizer(WordLevel({}, unk_token="?")).save(str(folder / "tokenizer.json"))
+    file("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}')(folder)
+
+
 def in_shards(folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
@@ -207,6 +214,7 @@ READ = {"allow_pickle": True}
     (in_shards, {}, None, "no tokenizer"),
     (file("pytorch_model.bin.index.json", "{}"), {}, None, "no tokenizer"),  # safetensors go first
     (file("tokenizer.json", "{"), {}, None, "could not be read"),
+    (empty_tokenizer, {}, None, "no entries"),
     (own_code, {}, None, "no tokenizer"),
     (weights(lambda state: state.update({"h.7.ln_1.weight": torch.ones(32)})), {}, None, "h.7.ln_1.weight"),
     (other_class("BertModel", "bert", add_pooling_layer=False), {}, None, "meaningless"),  # a head drawn at random
