@@ -140,11 +140,11 @@ class LayerMaps:
         longest, form = self._forms.get(seen.layer, (0, None))
         decided = form if longest >= length else None  # to one token any form fits: the longest prompt tells
         heads = read_heads(seen, self.norms, decided if checked else None)
-        heads = replace(heads, known=self._known[seen.layer])
-        if decided is not None:
-            return replace(heads, divisor=decided[0], slopes=decided[1])
-        self._forms[seen.layer] = length, (heads.divisor, heads.slopes)
-        return heads
+        if decided is None:
+            self._forms[seen.layer] = length, (heads.divisor, heads.slopes)
+        elif not checked:
+            heads = replace(heads, divisor=decided[0], slopes=decided[1])
+        return replace(heads, known=self._known[seen.layer])
 
     def notes(self) -> list[str]:
         """Return what a reader has to know about attention in this model."""

@@ -262,6 +262,11 @@ def test_tiny_models_of_several_architectures(arch: str) -> None:
     assert set(table.index.get_level_values("layer")) == {1}
     for each in sets if arch == "bloom" else ():
         np.testing.assert_allclose(np.diff(each.bias), 4.0 ** -(each.place[1] + 1))  # ALiBi's slopes of four heads
+    for each in sets if arch == "neox" else ():  # the queries at the last position, turned as it is
+        exact = ln_probe.key_geometry(each.keys, query_set=(each.center, each.axes), margins="exact")
+        rows = table.loc[[each.place]].sort_values("position")
+        assert (rows["margin_lower"].to_numpy() <= exact.margin_upper).all()
+        assert (rows["margin_upper"].to_numpy() >= exact.margin_lower).all()
 
 
 def test_queries_without_a_bound() -> None:
