@@ -201,6 +201,6 @@ def group_numbers(prompts: Sequence[Int[Tensor, " _"]], labels: Any) -> Int64[np
 
 
 def halves_of(groups: Sequence[Hashable]) -> list[int]:
-    """Return the half, 0 or 1, of each prompt: groups alternate between them in the order in which they first occur."""
+    """Return the half, 0 or 1, of each prompt: groups alternate, in the order in which they first occur."""
     order = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     return [order[group] % 2 for group in groups]

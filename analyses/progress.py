@@ -75,7 +75,7 @@ class ProgressLine:
         return f"{seconds // 60}:{seconds % 60:02d}  {self.stage}{left}" + f" ({self.inner})" * bool(self.inner)
 
     def show(self, inner: str) -> None:
-        """Set what is being done in the stage; print a plain line, where none moves and the last one is old enough."""
+        """Set what is done in the stage; print a plain line where none moves and the last is old enough."""
         self.inner, now = inner, time.monotonic()
         if self._cell is not None and now - self._printed >= _CELL_INTERVAL_S:
             self._printed = now
@@ -91,7 +91,7 @@ _line: ProgressLine | None = None  # the open one of this process
 def tell(stage: str, done: float = 0.0, total: float = math.nan, unit: str = "") -> None:
     """Set what this process is doing, and how much of it is done.
 
-    The time left is a share of the time so far, except for prompts, on which several things are measured (`tell_left`).
+    The time left is a share of the time so far, except for prompts: several things are measured there (`tell_left`).
     """
     if _line is not None:
         count = "" if math.isnan(total) else f": {done:.0f} of {total:.0f} {unit}"
@@ -126,7 +126,7 @@ def tell_left(seconds: float) -> None:
 
 
 class TimeLeft:
-    """An estimate of the time that work of several kinds still takes: what is left of each, at its pace so far.
+    """Estimates the time that work of several kinds still takes: what is left of each, at its pace so far.
 
     Args:
         counts: how many steps of each kind there are.
@@ -162,7 +162,7 @@ def about(seconds: float) -> str:
 
 
 def follow_parent() -> None:
-    """Leave Ctrl-C to the parent process, and end when it ends, however that happens. Call first in a worker."""
+    """Leave Ctrl-C to the parent process, and end when it does, for whatever reason. Call first in a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()

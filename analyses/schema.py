@@ -1,4 +1,4 @@
-"""What a table is: its columns with unit and meaning, and what a row is about; frames are checked against it.
+"""What a table is: its columns with unit and meaning, and what a row is; frames are checked against it.
 
 Example:
     >>> from ln_probe.analyses.schema import Table

@@ -1,4 +1,4 @@
-"""Text: as it may be shown (control characters are escaped), as files that are written aside and renamed into place,
+"""Text: as it may be shown (control characters escaped), as files that are written aside and renamed into place,
 so that no reader sees half of one, and as what users pass."""
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a text file in UTF-8, without the mark that begins files of some editors.
+    """Return the content of a text file in UTF-8, without the byte order mark of some editors.
 
     Raises:
         OSError: it cannot be read.

@@ -223,7 +223,7 @@ def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
 
 
 def read_heads(seen: AttentionInput, norms: Sequence[Norm], known: Form | None = None, *, bent: bool = False) -> Heads:
-    """Return the key and query maps of one layer, checked on one prompt against the attention the model really paid.
+    """Return the key and query maps of one layer, checked on one prompt against the model's own attention.
 
     Args:
         seen: the layer during the prompt.

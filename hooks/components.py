@@ -212,7 +212,7 @@ def _nearest_sum(
 
 
 def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
-    """Return of what the input of every norm and block is a sum; the first time by a forward pass over eight tokens.
+    """Return of what the input of every norm and block is a sum; the first call runs eight tokens.
 
     The result is cached, for these weights. Only a factor depends on them: where one is changed through `.data`, which
     leaves no trace, `Split.check` raises an error.
@@ -268,7 +268,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
 
 
 def outside_attention(norms: Sequence[Norm]) -> list[Norm]:
-    """Return the norms of the residual stream: no identities, and none of queries and keys inside attention."""
+    """Return the norms of the residual stream: no identities, no norms of queries and keys."""
     return [n for n in norms if n.reads not in ("query", "key") and not n.is_identity]
 
 
@@ -357,7 +357,7 @@ class CachedPrompts:
         return with_float64(self._values[name])
 
     def rows(self, *names: str) -> Float[Tensor, "row wide"]:
-        """Return the first of these activations that there is, a row per position of one prompt after the other."""
+        """Return the first of these activations that there is, a row per position, prompt by prompt."""
         return flat(self._value(*names), self.length, self.batch)
 
     def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:

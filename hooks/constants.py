@@ -162,7 +162,7 @@ GRADIENT = 1e-4
 MOST_EVALUATIONS = 300
 # Steps that L-BFGS-B remembers: as many as a small model has constants, so that it knows the curvature along all.
 MEMORY = 20
-# A constant stays within this factor of its norm's mean sigmas. Position 0 has been seen to move by a factor of 24; a
+# A constant stays within this factor of its norm's mean sigmas. At position 0 one moved by a factor of 24; a
 # norm whose best constant is infinite (its reader is best switched off) would otherwise never converge.
 REACH = 100.0
 # Tokens and logits that pass through the model at once: as many as keep one core's matrix products busy, and 128 MB.

@@ -100,7 +100,7 @@ def without(
 ) -> Iterator[Intervention]:
     """Remove projection, scaling or both from some norms of the model inside a `with` block.
 
-    Contexts over different norms nest and amount to one context over all of them. Hooks at a norm's hook points see
+    Contexts over different norms nest and act as one over all of them. Hooks at a norm's hook points see
     the edited values, and what they return is used. With `only` or `heads` they see and change the intact norm, which
     the other readers use. Gradients reach the gains and biases of edited norms.
 

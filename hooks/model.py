@@ -175,7 +175,7 @@ Hook = tuple[nn.Module, Callable[..., Any]]
 
 @contextmanager
 def hooks_on(after: Iterable[Hook] = (), before: Iterable[Hook] = ()) -> Iterator[None]:
-    """Put forward hooks (`after`) and forward pre-hooks (`before`) on modules while the `with` block lasts.
+    """Put forward hooks (`after`) and forward pre-hooks (`before`) on modules inside a `with` block.
 
     Hooks get (module, args, kwargs, output), pre-hooks (module, args, kwargs).
     """
@@ -259,7 +259,7 @@ class Facts:
 def facts_of(model: HookedModel) -> Facts:
     """Return the facts of a model, from its configurations, its tokenizer and its loader.
 
-    Ids of special tokens that are outside the vocabulary do not count (GPT-2's default configuration names 50256 for
+    Special tokens outside the vocabulary do not count (GPT-2's default configuration names 50256 for
     any vocabulary).
     """
     cfg, original, loader = model.cfg, getattr(model, "original_model", None), vars(model)

@@ -147,7 +147,7 @@ def _is_checkpointed() -> bool:
 
 
 class Edit:
-    """Hooks that change what one norm computes, or what some of its readers get of it."""
+    """Hooks that change what one norm computes, or what some of its readers get."""
 
     def __init__(self, norm: Norm, label: str) -> None:
         self.norm, self.label = norm, label  # (the label is for messages)
@@ -407,7 +407,7 @@ class HeadEdit(NormEdit):
         own = out.shape[2]  # fewer heads of keys and values than of queries, where these share them
         if self.y.ndim != 3 or self.y.shape[:2] != out.shape[:2]:
             raise self.lost("attention reads it split by head")
-        # A bridge shows the weights of a shared key once for each of its queries.
+        # A bridge shows a shared key's weights once for each of its queries.
         weight = W[:: len(W) // own].transpose(1, 2).flatten(0, 1)
         biases = weight.new_zeros(1, W.shape[-1]) if b is None else b.view(-1, W.shape[-1])
         bias = biases[:: max(1, len(biases) // own)].expand(own, -1).flatten()

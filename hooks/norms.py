@@ -1,4 +1,4 @@
-"""Find every norm of a model: what it computes, in which order they run, who reads them, and where an edit arrives.
+"""Find every norm of a model: its formula, its place in the pass, its readers, and whether an edit arrives.
 
 A norm is a module with the hook points `hook_scale` and `hook_normalized`; its name is theirs without the last part
 ("blocks.0.ln1" in every model class). `norm.formula_of` identifies its formula. One short pass shows its readers, the
@@ -66,7 +66,7 @@ def find_norms(model: object) -> list[Norm]:
 
 
 def unhooked_norms(modules: Mapping[str, nn.Module], norms: Sequence[Norm]) -> list[str]:
-    """Return the paths of norms, by the names of their classes, that have no hook points."""
+    """Return the paths of norms without hook points, by the names of their classes."""
     known = {module for norm in norms for module in norm.module.modules()}
     paths = []
     for path, module in modules.items():
@@ -279,7 +279,7 @@ class _ShortPass:
     def _makers(self, inputs: Sequence[Tensor]) -> list[str]:
         """Return the norms whose outputs are among a reader's inputs, in the order in which they ran."""
         outside = {name: outputs for name, outputs in self.outputs.items() if ".attn." not in name}
-        # The same memory first: two parallel norms with equal parameters have equal outputs (a fresh Pythia).
+        # The same memory first: parallel norms with equal parameters have equal outputs (a fresh Pythia).
         places = {t.data_ptr() for t in inputs}
         if same := [n for n, outputs in outside.items() if any(t.data_ptr() in places for t in outputs)]:
             return same

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ln_probe.hooks.model import Hook, HookedModel, attentions, hooks_on, run, tensors_in, with_float64
 from ln_probe.hooks.norm import Norm, is_heads_first
 
-# How attention layers call themselves when they see every key before a query (HookedTransformer and GPT-Neo; the layer
+# What attention layers that see every key before a query are called (HookedTransformer and GPT-Neo; the layer
 # types of newer Hugging Face configs).
 _GLOBAL = ("global", "full_attention")
 TABLES = ("hook_cos", "hook_sin")  # hook points that show rotary tables
@@ -31,11 +31,11 @@ TABLES = ("hook_cos", "hook_sin")  # hook points that show rotary tables
 def visible_keys(
     queries: int, keys: int, *, causal: bool = True, window: int | None = None, device: torch.device | None = None
 ) -> Bool[Tensor, "query key"]:
-    """Return what each of the last `queries` of `keys` positions sees; the result is cached: do not change it.
+    """Return what each of the last `queries` of `keys` positions sees, cached: do not change it.
 
     Args:
         causal: only keys at or before the query.
-        window: of these only the last `window`, the query's own among them; None: all.
+        window: only the last `window` of these, the query's own included; None: all.
     """
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if causal:
@@ -106,7 +106,7 @@ OnAttention = Callable[[int, AttentionInput], None]
 
 
 def _check_finite(norm: Norm, value: Float[Tensor, "rows d"], what: str, length: int) -> None:
-    # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
+    # A sum with NaN or infinity in it is not finite; checking every entry takes ten times as long.
     if not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
         row = int((~torch.isfinite(value)).any(-1).nonzero()[0])  # by position, each with its heads
         raise ActivationError(

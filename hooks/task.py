@@ -1,7 +1,7 @@
 """The task that a model is measured on: prompts as token ids, and the loss of its output.
 
-A bundled model brings windows of held-out text; any other model with a tokenizer gets the bundled passages. Both come
-in two parts that have no prompt in common: *measured*, on which effects are measured, and *calibration*.
+A bundled model brings windows of held-out text; any other model with a tokenizer gets the bundled passages. Both have
+two parts without a common prompt: *measured*, on which effects are measured, and *calibration*.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_tokens(facts: Facts, tokens: object) -> list[Int[Tensor, " _"]]:
 
     Raises:
         TypeError: neither a tensor nor a list of rows.
-        ValueError: something else than whole numbers, other axes, or an empty row; a row that is longer than the
+        ValueError: anything but whole numbers, other axes, or an empty row; a row that is longer than the
             context, or that holds an id outside the vocabulary.
     """
     if not isinstance(tokens, Tensor | list | tuple):

@@ -1,7 +1,7 @@
-"""Reports on many checkpoints: one checkpoint is one piece of work, for a process of this machine or a Ray task.
+"""Reports on many checkpoints: each is one piece of work, for a process of this machine or a Ray task.
 
 `report_one` loads a checkpoint, measures it and saves its report in a folder named after it. Processes and Ray tasks
-share nothing but the folder of reports. A report that is there, of the same weights and settings, is skipped, so the
+share nothing but the folder of reports. An existing report of the same weights and settings is skipped, so the
 same command resumes a batch that was stopped.
 """
 
@@ -161,7 +161,7 @@ def _write_pages(out: Path, failures: Mapping[str, str], targets: Sequence[Targe
 
 
 def report_one(target: Target, settings: Settings, out: Path) -> Path:
-    """Load a checkpoint, measure it and save its report; a report of the same weights and settings is left as it is.
+    """Load a checkpoint, measure it and save its report; one of the same weights and settings is left as it is.
 
     Returns:
         The report's folder in `out`.
@@ -271,7 +271,7 @@ def attempt(target: Target, settings: Settings, out: Path) -> Outcome:
 
 @contextmanager
 def locked(targets: Sequence[Target], out: Path) -> Iterator[None]:
-    """Hold the locks of these reports; those of other targets may be written to the same folder by other commands.
+    """Hold the locks of these reports; other commands may write those of other targets to the same folder.
 
     Raises:
         BatchError: another command writes one of them, or two targets have one folder.
@@ -305,9 +305,9 @@ def default_workers(targets: Sequence[Target], device: str | None) -> int:
 
 
 def local_outcomes(targets: Sequence[Target], settings: Settings, out: Path, workers: int) -> Iterator[Outcome]:
-    """Measure the checkpoints in processes of this machine, and yield how each ended, in the order of their ends.
+    """Measure the checkpoints in processes of this machine, and yield each outcome as it comes.
 
-    A worker is a process pool of its own: one that is killed costs its own checkpoint alone, which is tried once more.
+    A worker is a process pool of its own: if killed, it costs only its checkpoint, which is tried once more.
     """
     if len(targets) == 1:
         yield attempt(targets[0], settings, out)  # needs no second process
@@ -413,7 +413,7 @@ def use_threads(count: int) -> None:
 def ray_outcomes(targets: Sequence[Target], settings: Settings, out: Path, workers: int | None) -> Iterator[Outcome]:
     """Measure the checkpoints as tasks of a Ray cluster, at most `workers` at a time, and yield how each ended.
 
-    The cluster is that of RAY_ADDRESS, else one that runs on this machine, else one that is started for the command.
+    The cluster is that of RAY_ADDRESS, else one on this machine, else one that is started for the command.
 
     Raises:
         BatchError: Ray cannot be reached, or its workers do not see the folder `out`.

@@ -1,4 +1,4 @@
-"""Several reports side by side: one row of summary for each, heads by model, and paired changes of the loss."""
+"""Several reports side by side: a row of summary for each, heads by model, and paired loss changes."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def comparable(one: Report, other: Report, setup: Sequence[str] = _PAIRED) -> bo
 
 
 def setup_differences(names: Sequence[str], reports: Sequence[Report]) -> tuple[str, ...]:
-    """Return a sentence per kind of difference, other than the model, between the first and the other reports."""
+    """Return a sentence per kind of difference, except the model, between the first and the other reports."""
     first = reports[0] if reports else Report()
     others = list(zip(names, reports, strict=True))[1:]
     unpaired = ": figures side by side differ for that, too, and losses are not paired"

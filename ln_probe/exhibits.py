@@ -1,4 +1,4 @@
-"""Attention patterns that a report keeps for its pictures: every head of one prompt, intact and with scaling frozen.
+"""Attention patterns for a report's pictures: every head of one prompt, intact and with scaling frozen.
 
 Weights have 8 bits on a square-root scale: the error is at most 0.4 % of the attention, and smaller for small weights.
 Of a longer prompt the first TOKENS_SHOWN tokens are kept, and of a large model evenly spaced layers.
@@ -144,7 +144,7 @@ class AttentionRecorder:
 
 
 def save_arrays(path: Path, exhibits: Exhibits, constants: Constants | None) -> None:
-    """Write the attention and the sums that constants come from into one compressed .npz (plain arrays, no pickles)."""
+    """Write attention and the sums that constants come from into a compressed .npz (plain arrays, no pickles)."""
     arrays: dict[str, np.ndarray] = {}
     index: dict[str, Any] = {"notes": list(exhibits.notes), "attention": None}
     if exhibits.attention is not None:

@@ -1,6 +1,6 @@
 """Check the model that `analyze` and its likes are given, and lists of its layers and heads.
 
-A hook that neither TransformerLens nor ln_probe nor the loader has put on the model is a user's: it is refused, or
+A hook not put on the model by TransformerLens, ln_probe or the loader is a user's: it is refused, or
 measured with (`hooks="keep"`), which the report says.
 """
 

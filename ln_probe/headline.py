@@ -28,7 +28,7 @@ _SITES = {"all": "every norm", "attention": "attention's norms"}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FreezingCost:
-    """What freezing scaling costs a model: `print` it for all contrasts with their intervals, constants and prompts.
+    """What freezing scaling costs a model: `print` shows all contrasts with intervals, constants and prompts.
 
     Attributes:
         estimate: loss increase with scaling frozen at every norm, nats/token (or units of the user's loss); NaN where
@@ -206,7 +206,7 @@ def norm_constants(
     progress: bool = True,
     hooks: str = REFUSE,
 ) -> Constants:
-    """Measure the constants that replace each norm's sigma when scaling is frozen: one forward pass per prompt.
+    """Measure the constants that replace each norm's sigma when scaling is frozen: a forward pass per prompt.
 
     Args:
         model, prompts, calibration, groups, max_prompts, max_tokens, prepend_bos, seed, tokenizer, progress, hooks: as

@@ -88,7 +88,7 @@ def analyze(
             mean loss of each prompt [batch], lower is better; or its name as "module:function".
         optimal: fit loss-optimal constants too (minutes); a bundled model on its default prompts brings its own.
         hooks: what happens to hooks on the model that neither TransformerLens nor ln_probe nor the loader installed.
-            "refuse": an error that names them. "keep": the model is measured with them, and a note names them.
+            "refuse": an error names them. "keep": the model is measured with them, and a note names them.
 
     A probe that fails is named in `Report.failures`, in the notes and in a ProbeFailedWarning; the other probes'
     results stay.

@@ -22,7 +22,7 @@ __all__ = ["DTYPES", "ModelSource", "bundled_models", "load_model", "source_of"]
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
-# The checkpoints that come with the package, in `data/checkpoints`: each one trained model of 4 layers and 16 heads.
+# The checkpoints in `data/checkpoints`, which come with the package: each a trained model of 4 layers and 16 heads.
 BUNDLED = {
     "lm-layernorm": "LayerNorm before attention, the MLPs and the end",
     "lm-layernorm-removed": "lm-layernorm, fine-tuned until constants could replace every norm's sigma",
@@ -216,7 +216,7 @@ def dtype_named(name: str | torch.dtype) -> torch.dtype:
 
 
 def device_named(name: str | torch.device | None) -> torch.device:
-    """Return the device of this name, or a device itself, by default CUDA where there is a GPU, else the CPU;
+    """Return the device of this name, or a device itself, by default CUDA if there is a GPU, else the CPU;
     ValueError if it is not there."""
     import torch
 

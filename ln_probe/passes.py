@@ -77,9 +77,9 @@ def batches(
     sizes: Mapping[int, int],
     watchers: Callable[[int], object] = lambda _: None,
 ) -> Iterator[tuple[range, Int[Tensor, "batch pos"]]]:
-    """Yield the numbers and the tokens of the prompts that go through the model together, and report progress.
+    """Yield the numbers and tokens of prompts that go through the model together, and report progress.
 
-    Neighbours share a batch if they are of one length and `watchers` are equal for both.
+    Neighbours share a batch if they have one length and equal `watchers`.
     """
     first = 0
     while first < len(prompts):
@@ -197,7 +197,7 @@ def second_pass(
 
     Args:
         recorder: records attention; None: there is none to record.
-        default: whether these are the model's default prompts, of which a probe takes no more than `Probe.prompts`.
+        default: whether these are the model's default prompts, of which a probe takes `Probe.prompts` at most.
     """
     run, maps = start.run, start.maps
     constants, heads = run.constants, run.heads
@@ -275,7 +275,7 @@ def measure_norms(
     batch_size: int | None = None,
     optimal: bool = False,
 ) -> Start:
-    """Prepare the prompts, check model and loss on the first one, run the first pass, and choose the constants.
+    """Prepare the prompts, check model and loss on the first, run the first pass, and choose the constants.
 
     Args:
         model: in evaluation mode; the others as of `analyze`, checked.

@@ -209,7 +209,7 @@ def _of_json(line: str, where: str) -> str | list[int]:
 
 
 def _of_dataset(dataset: Any) -> Sequence[Any]:
-    """Return the texts (blank ones left out, of which data sets of lines are full) or token ids of a data set."""
+    """Return the token ids or texts of a data set (blank ones, common in data sets of lines, left out)."""
     columns = dataset.column_names
     name = next((n for n in (_TEXT_FIELD, *_ID_FIELDS) if isinstance(columns, Sequence) and n in columns), None)
     if name is None:
@@ -264,7 +264,7 @@ def _row(values: Any, number: int) -> Int[Tensor, " _"]:
 
 
 def _unmasked(given: Mapping[Any, Any]) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Return the token ids of a tokenizer's output without what its attention_mask hides, and a note about it."""
+    """Return a tokenizer's token ids without what its attention_mask hides, and a note about it."""
     if "input_ids" not in given:
         raise ValueError(f'a tokenizer\'s output needs "input_ids", this has {", ".join(map(str, given)) or "nothing"}')
     rows = _rows(given["input_ids"])
@@ -333,7 +333,7 @@ def _finished(
 def calibration_prompts(
     facts: Facts, prompts: Any, *, max_tokens: int = MAX_TOKENS, prepend_bos: bool | None = None
 ) -> Prompts:
-    """Return the user's calibration text as prompts, as `make_prompts` does; its errors begin with "calibration"."""
+    """Return the user's calibration text as prompts (`make_prompts`); errors begin with "calibration"."""
     try:
         return make_prompts(facts, prompts, max_tokens=max_tokens, prepend_bos=prepend_bos)
     except (ValueError, TypeError) as error:
@@ -381,7 +381,7 @@ def read_token_names(tokens: str | Path | Sequence[str]) -> dict[int, str]:
 
 
 def _naming_notes(names: Mapping[int, str], size: int) -> tuple[str, ...]:
-    """Return a note on tokens without a name; ValueError if there are names of tokens that the model does not have."""
+    """Return a note on tokens without a name; ValueError for names of tokens that the model does not have."""
     beyond = [i for i in names if not 0 <= i < size]
     if beyond:
         raise ValueError(f"tokenizer= names token {beyond[0]}, and the model has 0 … {size - 1}: another model's file?")

@@ -1,4 +1,4 @@
-"""Exact attribution through norms: of logits and of attention scores, to every part of the model and every LN term."""
+"""Exact attribution through norms: of logits and attention scores, to every component and every LN term."""
 
 from ln_probe.analyses.attribution.features import Features
 from ln_probe.analyses.attribution.logits import LogitAttribution, LogitLens, attribute_logits, logit_lens

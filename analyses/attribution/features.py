@@ -21,8 +21,8 @@ from ln_probe.hooks.components import Part, Record, dot
 from ln_probe.hooks.model import HookedModel, child_of, evaluating, with_float64
 
 TOP_FEATURES = 20  # named one by one; the rest is one row
-CLOSES = 1e-4  # what rounding in float32 leaves over of a sum over thousands of features, relative to its largest
-# The hook points of a block in the order of the pass; the last one is the first one of the next block.
+CLOSES = 1e-4  # what float32 rounding leaves of a sum over thousands of features, relative to its largest
+# A block's hook points in the order of the pass; the last is the first of the next block.
 _POINTS = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 _POINT = re.compile(rf"blocks\.(\d+)\.({'|'.join(_POINTS)})$")
 

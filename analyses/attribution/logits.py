@@ -392,7 +392,7 @@ def logit_lens(
     answer_tokens: Tokens | None = None,
     incorrect_tokens: Tokens | None = None,
 ) -> LogitLens:
-    """Read logits off the residual stream before each layer, through the final norm as it is, raw or folded.
+    """Read logits off the residual stream before each layer, through the final norm, raw or folded.
 
     Args:
         model, tokens_or_cache, positions, target, against: as for `attribute_logits`, under either name; `target` None:

@@ -308,7 +308,7 @@ class Head:
     ) -> tuple[Float64[Tensor, "row 1"], Float64[Tensor, " d_head"]]:
         """Sigma of a norm of queries or keys, and its gain for this head (TransformerLens knows none with a bias).
 
-        OLMo 2 normalizes all heads together: its sigma is that of all of them, and each head has its piece of the gain.
+        OLMo 2 normalizes all heads together: they share one sigma, and each head has its piece of the gain.
         """
         d_head, gain = whole.shape[-1], gain_of(norm)
         if norm.d == d_head:

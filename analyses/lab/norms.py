@@ -7,7 +7,7 @@
 
 With r = √d the first is torch's LayerNorm, `Px / sqrt(mean((Px)²) + eps)`. The divisor c of the norms that do not
 scale is given, or measured once, at initialization (`calibrate`), so that their outputs start at the size of the
-others' (radius²/d mean square). After Brody, Alon & Yahav 2023, section 3, whose norms differ in size as well: their
+others' (radius²/d mean square). After Brody, Alon & Yahav 2023, section 3, whose norms differ in size, too: their
 layer without projection has r = 1/√d, so its scores are d² times smaller.
 """
 
@@ -102,7 +102,7 @@ class Norm(nn.Module):
 
     @property
     def hooked(self) -> bool:
-        """Whether a hook, forward or backward, is attached to a hook point that the fused form does not pass."""
+        """Whether a hook, forward or backward, is on a hook point that the fused form does not pass."""
         return any(p._forward_hooks or p._backward_hooks for p in (self.hook_scale, self.hook_normalized))
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
@@ -134,7 +134,7 @@ class Norm(nn.Module):
 def calibrate(model: nn.Module) -> Iterator[None]:
     """Within it, a forward pass sets every divisor that was not given to the mean sigma of the norm's inputs.
 
-    Sites are set in the order in which they run, so each is measured behind already calibrated ones.
+    Sites are set in the order in which they run, so each is measured behind calibrated ones.
     """
     norms = [m for m in model.modules() if isinstance(m, Norm) and m.measured]
     for norm in norms:

@@ -1,6 +1,6 @@
-"""Hook points of lab models: TransformerLens's, or plain ones, for a process that measures without TransformerLens.
+"""Hook points of lab models: TransformerLens's, or plain ones for a process without TransformerLens.
 
-Importing TransformerLens and transformers takes seconds. A command that measures a lab model alone, as it was trained,
+Importing TransformerLens and transformers takes seconds. A command that measures only a lab model as it was trained
 does without them (`leave_out_transformer_lens`): plain hook points take the same hooks.
 """
 
@@ -70,7 +70,7 @@ class PlainTokenizer:
 
 
 def leave_out_transformer_lens() -> None:
-    """Give the lab models of this process plain hook points; call before the first import of a lab model."""
+    """Give this process's lab models plain hook points; call before the first import of a lab model."""
     if "ln_probe.analyses.lab.transformer" not in sys.modules:
         PlainPoint.__name__ = "HookPoint"  # by which hook points are told from other modules
         globals().update(HookPoint=PlainPoint, HookedRootModule=PlainRoot, tokenizer_class=lambda: PlainTokenizer)

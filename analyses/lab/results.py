@@ -1,4 +1,4 @@
-"""Tables of an experiment: estimates with 95 % intervals over seeds, tests, and the files that they are written to.
+"""Tables of an experiment: estimates with 95 % intervals over seeds, tests, and the files for them.
 
 Three kinds of numbers are measured (`interval`):
 
@@ -7,8 +7,8 @@ share   a share of words, keys or draws, between 0 and 1: the beta (Clopper-Pear
         trials as the spread between seeds says they are worth (Korn & Graubard 1998, Survey Methodology 24)
 log     errors over many orders of magnitude: Student's t of the logarithms; it cannot fall below 0
 
-A single seed has no interval. Differences are paired by seed, and Holm's p is over the contrasts that an experiment
-tests.
+A single seed has no interval. Differences are paired by seed; Holm's p is over an experiment's tested
+contrasts.
 """
 
 from __future__ import annotations
@@ -138,14 +138,14 @@ def summarize(
 
 
 def select(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
-    """Return the rows in which every named column has the wanted value, or one of the values in a list."""
+    """Return the rows in which every named column has the wanted value, or one of a list."""
     for column, value in wanted.items():
         table = table[table[column].isin(value if isinstance(value, list) else [value])]
     return table
 
 
 def minus_reference(values: pd.DataFrame, reference: pd.Series, same: Sequence[str]) -> pd.DataFrame:
-    """Return every other row's `value` minus that of the reference row with the same `same`, where there is one."""
+    """Return every other row's `value` minus that of the reference row with equal `same`, if there is one."""
     of = values[reference][[*same, "value"]]
     pairs = values[~reference].merge(of, on=list(same), suffixes=("", "_reference"), validate="m:1")
     return pairs.assign(value=pairs["value"] - pairs.pop("value_reference"))

@@ -1,4 +1,4 @@
-"""The runs of an experiment: a grid of cells and seeds, trained side by side, and their metrics as one table."""
+"""The runs of an experiment: a grid of cells and seeds, trained side by side, and a table of their metrics."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _one(run: Run, progress: bool, device: str) -> None:
 
 
 def finished(runs: Iterable[Run], *, checkpoints: bool = False) -> list[Run]:
-    """Return the runs that have their final model, or with `checkpoints` those that have any; ValueError if none."""
+    """Return the runs with a final model, or with `checkpoints` those with any; ValueError if none."""
     complete = [run for run in runs if (trainer.checkpoint_steps(run.folder) if checkpoints else run.finished)]
     if not complete:
         raise ValueError("no run is finished")

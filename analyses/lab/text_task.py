@@ -27,7 +27,7 @@ from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.text import write_atomically
 
 VALID_SHARE = 0.05  # the end of every text is held out
-# From this size on, logits are made piece by piece: those of one window of 1024 tokens of GPT-2's are 206 MB.
+# From this size on, logits are made piece by piece: those of 1024 tokens of GPT-2 are 206 MB.
 LARGE_VOCABULARY, PIECE = 16_384, 64
 
 
@@ -38,7 +38,7 @@ class TextTask:
         files: text files (UTF-8); the last 5 % of each is held out.
         d_vocab: size of the byte-level BPE, trained on the training parts; or of the tokenizer given.
         n_ctx: length of a window in tokens.
-        tokenizer: a folder to read a tokenizer from instead (GPT-2's, say), with `<|endoftext|>` in its vocabulary.
+        tokenizer: a folder with another tokenizer (GPT-2's, say), with `<|endoftext|>` in its vocabulary.
         valid_windows: windows that the held-out loss is measured on, spread evenly.
     """
 
@@ -261,7 +261,7 @@ class MaskedTextTask(TaskOnText):
         return {"valid_loss": float(F.cross_entropy(logits, targets)), "valid_accuracy": right}
 
     def unigram_loss(self) -> float:
-        """What the training text's token frequencies alone (each counted once more) give on these held-out tokens."""
+        """What the training text's token frequencies (each counted once more) give on these held-out tokens."""
         counts = 1.0 + torch.bincount(self.text.train_tokens, minlength=self.text.d_vocab).double()
         targets = self.held_out(self.text.valid_windows).targets.flatten()
         return float(-(counts / counts.sum()).log()[targets].mean())

@@ -1,6 +1,6 @@
 """One trainer for every experiment of the laboratory, and the folder of a run.
 
-A batch depends on the seed and the step alone, and everything else that moves (weights, moments, the step) is one dict
+A batch depends on the seed and the step alone; all else that changes (weights, moments, the step) is one dict
 in `state.pt`, so an interrupted run continues bit for bit (on the same device, with the same number of threads).
 
 lab.json            what the run is (task, model, training, data): two runs never share a folder
@@ -151,7 +151,7 @@ def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32)
 
 
 def load_weights(model: nn.Module, weights: Path) -> None:
-    """Put a saved model's weights into a module, as float32; ValueError if damaged, of another shape or not finite."""
+    """Load saved weights into a module, as float32; ValueError if damaged, of another shape or not finite."""
     if not weights.is_file():
         raise FileNotFoundError(f"{weights} is missing")
     try:
@@ -170,7 +170,7 @@ def load_weights(model: nn.Module, weights: Path) -> None:
 
 
 def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
-    """Load the model of a lab run's folder, the final one or that of `step`, in float32, with the folder's tokenizer.
+    """Load a lab run's model, the final one or that of `step`, in float32, with the folder's tokenizer.
 
     Raises:
         FileNotFoundError: the folder holds no lab run, is unfinished, or has no such step (says which it has).
@@ -220,7 +220,7 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def weights_of(run: Path, step: int | None = None) -> Path:
-    """Return the file of the model saved at `step`, or of the final one; FileNotFoundError lists the steps."""
+    """Return the file of the model saved at `step`, or the final one; FileNotFoundError lists the steps."""
     weights = run / MODEL_FILE if step is None else checkpoint_path(run, step)
     if not weights.exists():
         steps = ", ".join(map(str, checkpoint_steps(run))) or "none"
@@ -322,7 +322,7 @@ def _train(model: nn.Module, task: Task, training: TrainConfig, out: Path, devic
 
 
 def _restored(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:
-    """Put an interrupted run's state back; return its numbers, those of the beginning if there is no saved state."""
+    """Restore an interrupted run's state; return its numbers, those of the beginning without a saved state."""
     if not path.exists():
         return {"step": 0, "loss": 0.0, "counted": 0, "seconds": 0.0}
     try:

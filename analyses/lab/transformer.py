@@ -40,7 +40,7 @@ class LabConfig:
 
     Attributes:
         d_mlp: None means 4 d_model. d_head: None means d_model / n_heads.
-        norm: kind of `ln1`, the one that experiments vary; None leaves it out. With `norm_order` "pre" it comes
+        norm: kind of `ln1`, which experiments vary; None leaves it out. With `norm_order` "pre" it comes
             before attention, with "post" after attention is added to the stream.
         norm_mlp, norm_final: kinds of `ln2` and `ln_final`; None leaves them out.
         radius, divisor: of `ln1` (see `Norm`); None: sqrt(d_model), and measured at initialization.
@@ -118,7 +118,7 @@ class LabConfig:
         return asdict(self)
 
     def build(self) -> LabTransformer:
-        """A model of this shape, initialized from torch's global generator."""
+        """A random model of this shape (torch's global generator)."""
         return LabTransformer(self)
 
 
@@ -371,7 +371,7 @@ def _init_gpt2(model: LabTransformer) -> None:
 
 
 def _init_torch(model: LabTransformer) -> None:
-    """As nn.Embedding, nn.MultiheadAttention and nn.Linear start: their distributions, not their random numbers."""
+    """The distributions, not the random numbers, of nn.Embedding, nn.MultiheadAttention and nn.Linear."""
     nn.init.normal_(model.embed.W_E)
     if model.pos_embed is not None:
         nn.init.normal_(model.pos_embed.W_pos)

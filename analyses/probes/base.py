@@ -1,4 +1,4 @@
-"""What a probe is: it declares its tables and what it has to see, and its observer makes the tables.
+"""What a probe is: it declares its tables and what it must see, and its observer makes the tables.
 
 Example:
     >>> from ln_probe.analyses.probes.base import Finding, Needs, Observer, Probe, ProbeResults
@@ -109,7 +109,7 @@ class ProbeResults:
     """What a probe measured.
 
     Attributes:
-        tables: frames by table name; where several probes fill one table, a frame has the table's key and some of its
+        tables: frames by table name; where several probes fill a table, a frame has its key and some of its
             columns.
         notes: sentences that a reader has to know.
         provenance: how it was measured, as plain JSON; the report has it under the probe's name.
@@ -125,7 +125,7 @@ class ProbeResults:
 class Observer:
     """Watches prompts and makes a probe's tables. Only what the probe needs is called.
 
-    Prompts come in their order, but several may be under way at once (`batch_size`): a layer of each, then the next.
+    Prompts come in their order, several at once with `batch_size`: a layer of each, then the next.
     """
 
     def norm(self, prompt: int, site: Norm, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
@@ -175,7 +175,7 @@ class Probe:
         summary: one line.
         tables: what it fills.
         needs: what it has to see.
-        prompts: how many of the default prompts it takes; None: all. Prompts that the user gives are all taken.
+        prompts: how many of the default prompts it takes; None: all. All of a user's prompts are taken.
     """
 
     name: ClassVar[str]
@@ -238,7 +238,7 @@ class ProbeObserver:
         return results if self.failure is None else self.failure
 
     def _guard(self, work: Callable[..., Any], *given: object) -> Any:
-        started = time.thread_time()  # other threads of the process may slow this one down for a while
+        started = time.thread_time()  # other threads of the process may slow this one down
         try:
             return work(*given)
         except Exception as error:
@@ -276,7 +276,7 @@ def chosen(probes: Any) -> tuple[Probe, ...]:
 
 
 def _check(probe: Any) -> None:
-    """Raise ProbeError if a probe does not declare what it has to, or has the name or a table of a built-in one."""
+    """Raise ProbeError if a probe lacks a declaration, or has the name or a table of a built-in one."""
     if not isinstance(probe, Probe):
         raise ProbeError(f"a probe is a name or a Probe object, got {type(probe).__name__}")
     who = f"the probe {getattr(probe, 'name', '?')!r} of {type(probe).__module__}"

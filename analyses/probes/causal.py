@@ -5,7 +5,7 @@ every prompt. Frozen scaling divides by two constants a norm, one at position 0 
 (`ln_probe.analyses.constants`). The primary contrasts that freeze scaling are also run with one constant for all
 positions (a sink's vectors become longer by as much as its sigma is larger: SmolLM2-135M, layer 16, +32.1 nats; with
 two constants +0.003), and with loss-optimal constants, where there are some; their intervals include the choice of
-constants (`shifts`). Single norms are run with scaling frozen: all of them on every prompt where that is affordable, in
+constants (`shifts`). Single norms are run with scaling frozen: all on every prompt where that is affordable, in
 a large model those with the largest estimates on odd prompts, on the even ones.
 
 Loss under a frozen scale: Heimersheim 2024; Baroni et al. 2025, "Transformers Don't Need LayerNorm at Inference Time".
@@ -51,12 +51,12 @@ from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, Norm, Variant
 from ln_probe.hooks.norm_edits import NormEdit, installed
 from ln_probe.hooks.norms import structure_of
 
-# The contrasts that are fixed before the data are those of primary variants ({scaling frozen, projection removed}) at
+# The contrasts fixed before the data are those of primary variants ({scaling frozen, projection removed}) at
 # these groups of norms. All others are exploratory.
 PRIMARY_SITES = ("attention", "all")
-# Derivatives by the constants are means over at most so many prompts, evenly spread over all.
+# Derivatives by the constants are means over at most so many prompts, evenly spread.
 GRADIENT_PROMPTS = 16
-# A derivative by the constants that promises a larger change than freezing itself and this, nats a token, is checked.
+# A derivative that promises a larger change than freezing itself and this, nats a token, is checked.
 STEEP = 0.05
 
 
@@ -107,7 +107,7 @@ class Causal(Probe):
     Args:
         single_norms: whether norms are taken one by one, too.
         every_norm: whether each of them is run exactly however large the model is.
-        primary_only: whether nothing but the primary contrasts is measured, with mean constants.
+        primary_only: whether only the primary contrasts are measured, with mean constants.
     """
 
     def __init__(self, single_norms: bool = True, every_norm: bool = False, primary_only: bool = False) -> None:
@@ -253,7 +253,7 @@ class _Watching(Observer):
     ) -> float:
         """Return which part of a derivative holds when every constant moves by its standard error, steepest way up.
 
-        1, unless the derivative promises a change larger than that of freezing scaling itself (and than STEEP a token):
+        1, unless the derivative promises a larger change than freezing scaling itself (and than STEEP a token):
         in a deep model with outlier tokens it can be a million times too large.
         """
         errors = self.run.constants.standard_errors
@@ -413,7 +413,7 @@ def over_groups(
 def shifts(
     constants: Constants, gradients: Mapping[str, Mapping[int, Mapping[str, tuple[float, float]]]]
 ) -> dict[str, Float[np.ndarray, " prompt"]]:
-    """Return what each prompt adds to the summed loss change through the other prompts' constants, to first order.
+    """Return what each prompt adds to the summed loss change through other prompts' constants, to first order.
 
     That is Σ_s g_s (S_s − c_s m_s), summed over norms s and both kinds of position, with S and m the prompt's sum and
     count of sigma, c the pooled constant, and g_s the derivative of the summed change by c_s over the count. It sums to
@@ -437,7 +437,7 @@ def shifts(
 def norm_estimates(
     model: HookedModel, tokens: Int[Tensor, " pos"], edits: Mapping[str, NormEdit]
 ) -> dict[str, tuple[float, float]]:
-    """Return the estimated change of the summed next-token loss of one prompt under each edit of one norm.
+    """Return the estimated change of a prompt's summed next-token loss under each edit of one norm.
 
         estimate = Σ <g, Δ> + ½ Σ <s, Δ>²
 

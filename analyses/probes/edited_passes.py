@@ -1,9 +1,9 @@
-"""Losses of one prompt under many edits: what the passes have in common is computed once.
+"""Losses of one prompt under many edits: what the passes share is computed once.
 
 * Blocks before the first edited norm return what they returned in the intact pass.
 * Edits that begin at the same block go through the model together, a row of the batch each.
 * Logits are not stored: W_U is applied to a block of the vocabulary at a time, and the loss is summed while the block
-  is in the processor's cache. Where a model's own logits are anything else than W_Uᵀ y + b_U up to rounding (a soft
+  is in the processor's cache. Where a model's own logits are not W_Uᵀ y + b_U up to rounding (a soft
   cap, a 16-bit format), they are taken as the model gives them.
 * Attention of GPT-2's form runs as one product without hook points (`PlainAttention`).
 
@@ -48,7 +48,7 @@ from ln_probe.hooks.task import Objective
 # Tokens that go through the model at once on a CPU: on one core, matrix products of GPT-2 small's shape reach 70
 # billion operations a second at 110 tokens, 84 at 440, and no more at 1000. In bytes: 12 MB an MLP layer.
 TOKENS_AT_ONCE = 1024
-# On a GPU, edits that begin at different blocks go through together until there are so many tokens: fewer take as long.
+# On a GPU, edits that begin at different blocks go together up to so many tokens: fewer take as long.
 GPU_TOKENS = 2048
 # Single heads and norms are run one by one where that takes at most two minutes of two cores, in multiplications and
 # additions: a core does 3e10 a second, with all that lies between; a GPU a hundred times as many as two cores.
@@ -73,7 +73,7 @@ def is_affordable(model: HookedModel, parts: int, prompts: Iterable[Int[Tensor, 
 
 
 def choosing_prompts(groups: Int64[np.ndarray, " prompt"]) -> set[int]:
-    """Return the odd prompts, on which the heads and norms are chosen that are run on the others."""
+    """Return the odd prompts, on which the heads and norms to run on the others are chosen."""
     return {prompt for prompt, half in enumerate(halves_of(groups.tolist())) if half == 1}
 
 
@@ -82,7 +82,7 @@ def largest(estimates: Iterable[Mapping[_Part, Sequence[float]]], count: int = L
 
     Args:
         estimates: of each prompt that chooses, the terms of each estimate. Its size is the sum of the terms' sizes over
-            these prompts, because terms that cancel are no sign of a small effect.
+            these prompts: terms that cancel are no sign of a small effect.
         count: how many are returned.
     """
     sums: dict[_Part, Any] = {}
@@ -93,7 +93,7 @@ def largest(estimates: Iterable[Mapping[_Part, Sequence[float]]], count: int = L
 
 
 def rows_at_once(device: torch.device, cfg: Any, length: int) -> int:
-    """Return how many rows of a length go through a model together: on a GPU as many as its memory allows."""
+    """Return how many rows of a length go through a model together: on a GPU as memory allows."""
     if device.type != "cuda":
         return max(1, TOKENS_AT_ONCE // length)
     token = 8 * max(int(cfg.d_vocab), 40 * int(cfg.d_model)) + 16 * int(getattr(cfg, "n_heads", 0)) * length
@@ -290,7 +290,7 @@ def _by_row(rows: int, edits: Mapping[int, NormEdit]) -> NormEdit:
 
 @contextmanager
 def passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any], rows: int) -> Iterator[None]:
-    """Let blocks compute nothing and return what they returned before, the last of them for every row of the batch."""
+    """Let blocks compute nothing and return what they returned before, the last one for every row of the batch."""
 
     def returning(output: Any) -> Callable[..., Any]:
         return lambda *_args, **_kwargs: output

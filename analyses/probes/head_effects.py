@@ -1,7 +1,7 @@
 """The probe `head_effects`: how the loss changes when one head alone reads its norm without a term.
 
 Of one head: its queries, keys and values are made of the edited norm's output, so its output z changes; nothing else
-does. The intact pass gives every head's z and edited z, and one more pass for each head gives the loss: from the heads'
+does. The intact pass gives every head's z and edited z, and one more pass a head gives the loss: from the heads'
 block on, a row of a batch each. Where that costs too much (`edited_passes.EXACT_WORK`), the gradient of the loss at z
 estimates it,
 
@@ -153,7 +153,7 @@ class _IntactHeads:
 
 
 class _Watching(Observer):
-    """Measures the summed loss of each prompt with each head edited."""
+    """Measures each prompt's summed loss with each head edited."""
 
     def __init__(self, run: Run, probe: HeadEffects, norms: Mapping[int, Norm], notes: Sequence[str]) -> None:
         self.run, self.norms, self.notes, self.variants = run, norms, notes, probe.variants
@@ -187,7 +187,7 @@ class _Watching(Observer):
             self._measure(prompt, tokens, estimated=prompt < ESTIMATED_PROMPTS or not self.is_exact)
 
     def _measure(self, prompt: int, tokens: Int[Tensor, " pos"], *, estimated: bool) -> None:
-        """Run the intact model on a prompt, the chosen heads, and the gradient if it is wanted."""
+        """Run the intact model on a prompt, the chosen heads, and the gradient if wanted."""
         heads = _IntactHeads(self, prompt)
         with evaluating(self.run.model):
             passes = EditedPasses(self.run.model, self.run.loss, tokens, *heads.hooks(), differentiable=estimated)

@@ -36,7 +36,7 @@ from ln_probe.analyses.probes.tables import HEADS, KEYS
 from ln_probe.analyses.probes.uniformity import GEOMETRY_PROMPTS, AttentionLayer, uniformity_of
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 
-# Layers of prompts that wait for their turn at most: four prompts of GPT-2 small. Passes and losses go on meanwhile.
+# At most so many layers of prompts wait: four prompts of GPT-2 small. Passes and losses go on meanwhile.
 MOST_WAITING = 48
 # Heads of a layer that a thread measures in one call at least: calls take the interpreter's lock.
 HEADS_TOGETHER = 4
@@ -173,7 +173,7 @@ def _measure(
 
 
 def _keys_of_heads(attended: AttentionLayer, variant: str) -> Iterator[Callable[[], list[Measures]]]:
-    """Yield what measures some of the chosen heads: verdicts alone where nothing bounds their queries."""
+    """Yield what measures some of the chosen heads: only verdicts where nothing bounds their queries."""
     chosen, bias = attended.chosen, attended.key_bias
     keys = attended.keys(variant).permute(1, 0, 2)[chosen].contiguous().cpu().numpy()
     largest = uniformity_of(attended, variant)[1][chosen]

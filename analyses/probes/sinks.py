@@ -1,7 +1,7 @@
-"""The probe `sinks`: how much attention position 0 receives, and which tokens are outliers, with scaling and without.
+"""The probe `sinks`: attention to position 0, and which tokens are outliers, with scaling and without.
 
 A head has a sink if its attention to position 0, averaged over queries, is above 0.3 (Gu et al. 2025, "When attention
-sink emerges in language models"); another position is called a sink if that holds of over 30 % of a layer's heads. A
+sink emerges in language models"); another position is a sink if that holds of over 30 % of a layer's heads. A
 token is an outlier if |Px| exceeds OUTLIER_RATIO times the median token of its prompt at some norm. Massive
 activations: Sun, Chen, Kolter & Liu 2024, "Massive activations in large language models". With scaling frozen, queries
 are the intact model's, and every key is made without scaling.
@@ -82,7 +82,7 @@ class TokenSizes:
             self.massive = self.massive | ((largest > MASSIVE_SIZE) & (largest > MASSIVE_RATIO * usual))
 
     def dimensions(self, position: int) -> str:
-        """Return the dimensions that make up half of a token's squared length, at most a few, with their shares."""
+        """Return the dimensions that make up half of a token's squared length, at most a few, and their shares."""
         share = self.vectors[position].double().square()
         share = share / share.sum().clamp_min(1e-300)
         named, total = [], 0.0

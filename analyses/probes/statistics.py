@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int64
 # Ends then err by under 1 % of the width, and p is fine enough for Holm's adjustment: the smallest is 1.25e-4, so that
 # one of 399 can be significant; one of twelve is with up to 32 resamples on the other side of 0.
 RESAMPLES = 20_000
-# Of many prompts fewer are drawn, so that their counts take 40 MB at most; never fewer than LEAST_RESAMPLES.
+# Of many prompts fewer are drawn, so that their counts take at most 40 MB; never fewer than LEAST_RESAMPLES.
 MOST_COUNTS, LEAST_RESAMPLES = 5_000_000, 2000
 CONFIDENCE = 0.95
 # Share of resamples beyond both ends. Not 1 - CONFIDENCE: at 0.05 lognormal effects are covered to 0.925 at 32 and 40
@@ -29,7 +29,7 @@ CONFIDENCE = 0.95
 BEYOND = 0.04
 LEAST_GROUPS = 16  # fewer: no interval
 # No interval where an end lies farther from the mean than so many times the range of the groups' values: resamples
-# without the one prompt that carries the mean then say nothing of how far it may lie. Leaves out none of 4000 simulated
+# without the one prompt that carries the mean do not tell how far it may lie. Leaves out none of 4000 simulated
 # sets of normal effects, 1 in 1000 of lognormal ones at 32 prompts.
 REACH = 0.5
 SIGNIFICANCE = 0.05
@@ -44,7 +44,7 @@ class MeanInference:
     Attributes:
         low, high: ends of its 95 % interval.
         p: two-sided, of the mean being 0: below SIGNIFICANCE where the interval excludes 0 and nowhere else.
-        bound: the smallest number whose negative and itself enclose the 90 % interval: the mean is equivalent to 0
+        bound: the smallest b for which [-b, b] contains the 90 % interval: the mean is equivalent to 0
             within it (two one-sided tests at 5 %).
     """
 
@@ -81,7 +81,7 @@ def infer_mean(
 
     Each resample says how far, in standard errors, an estimate may lie from the truth, and so names a value that the
     truth may have. The interval leaves BEYOND of these values out; p is the share on the other side of 0, twice the
-    smaller side, times (1 - CONFIDENCE) / BEYOND. (One is added to both counts, so that p is never 0.)
+    smaller side, times (1 - CONFIDENCE) / BEYOND. (One is added to both counts: p is never 0.)
 
     Args:
         change: sum over each group (nats, for a loss).

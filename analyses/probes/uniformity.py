@@ -1,4 +1,4 @@
-"""The probe `uniformity`: how near each head comes to attending uniformly, and what each term of the norm contributes.
+"""The probe `uniformity`: how near each head is to uniform attention, and what each term of the norm contributes.
 
 A query attends uniformly iff q·k is the same for all visible keys. With projection, norm outputs are orthogonal to 1
 before gain and bias, so any query with gain * (W_K q) ∝ 1 does (Brody, Alon & Yahav 2023, section 3.1). Measured here:
@@ -31,7 +31,7 @@ from ln_probe.hooks.norms import layers_in_words
 from ln_probe.hooks.stream import AttentionInput, visible_keys
 
 _T = TypeVar("_T")
-# Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
+# Of the default prompts, what probes of keys take: each has a key a token in every head, and the geometry of one
 # prompt costs some hundred forward passes, so 4 of them say enough about keys.
 GEOMETRY_PROMPTS = 4
 QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
@@ -132,7 +132,7 @@ class LayerMaps:
         }
 
     def read(self, seen: AttentionInput) -> Heads | None:
-        """Return the maps of a layer in the second pass; None if its scores are of a kind that is not supported."""
+        """Return the maps of a layer in the second pass; None if scores of its kind are not supported."""
         return None if seen.layer in self.unsupported else self._heads(seen, checked=True)
 
     def _heads(self, seen: AttentionInput, *, checked: bool) -> Heads:
@@ -163,12 +163,12 @@ class LayerMaps:
 class AttentionLayer:
     """Keys, queries and attention of one layer on one prompt, under every variant of the norm before it.
 
-    The queries of all variants are the intact model's. Everything is computed when it is first asked for, and kept only
+    The queries of all variants are the intact model's. Everything is computed on first use, and kept only
     while the layer is measured.
 
     Args:
         seen: what the pass shows of the layer.
-        read: its maps, when they are first wanted; None if its scores are of a kind that is not supported (no head
+        read: its maps, when first wanted; None if scores of its kind are not supported (no head
             space then).
         constant: what replaces the norm's sigma on this prompt; 1 where attention reads the stream itself.
         radii: how far the observed queries of each head reach, as a share of what the norm allows; None: no bound.
@@ -196,7 +196,7 @@ class AttentionLayer:
 
     @cached_property
     def heads(self) -> Heads | None:
-        """The layer's maps; None if its scores are of a kind that is not supported."""
+        """The layer's maps; None if scores of its kind are not supported."""
         return self._read()
 
     @property
@@ -236,7 +236,7 @@ class AttentionLayer:
         """The sets of keys that are judged together: each all that a query at its last position sees.
 
         One, of all keys; with a window, the sets of the last query and of those a whole window before it, and so on,
-        so that every key is in one set and every set is one that a query really sees.
+        so that every key is in one set and every set is what a query sees.
         """
         window = self.seen.window or self.length
         ends = range(self.length, 0, -window)
@@ -303,7 +303,7 @@ def uniformity_of(
 def _measured(
     layer: AttentionLayer, variant: str
 ) -> tuple[dict[str, Float[Tensor, " head"]], Float[np.ndarray, "head key"]]:
-    """A few heads at a time, because scores and patterns of all heads would take more memory than the pass."""
+    """A few heads at a time: scores and patterns of all heads would take more memory than the pass."""
     heads, (q, plain), k = layer.maps, layer.queries, layer.keys(variant)
     measures = {name: torch.full((heads.n_heads,), math.nan, dtype=torch.float64) for name in MEASURES}
     largest = torch.empty(heads.n_heads, len(k), dtype=torch.float64)
@@ -320,7 +320,7 @@ def _measured(
 
 
 def received(pattern: Float[Tensor, "head query key"], *, causal: bool = True) -> Float[Tensor, "head key"]:
-    """The largest weight each key really got, from queries at t ≥ max(position, 1) (all, if attention is not causal);
+    """The largest weight each key got, from queries at t ≥ max(position, 1) (all, if attention is not causal);
     NaN if there is no such query."""
     rows = pattern.shape[-2]
     if rows < 2:

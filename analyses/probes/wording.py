@@ -101,7 +101,7 @@ def is_significant(row: Any) -> bool:
 
 
 def is_effect(row: Any, unit: str = NATS) -> bool:
-    """Return whether a row is called an effect: significant, and large enough if the loss is in nats."""
+    """Return whether a row is an effect: significant, and large enough if the loss is in nats."""
     return is_significant(row) and (unit != NATS or round(abs(row["delta_loss"]), 4) >= LEAST_CHANGE)  # as printed
 
 
@@ -136,7 +136,7 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
 
 
 def _loss(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
-    """Return the effect of each term at every norm, of scaling also at attention's, a decrease of the loss first."""
+    """Return each term's effect at every norm, scaling's also at attention's, a decrease of the loss first."""
     if provenance.get("model", {}).get("norms") == {}:
         return [NOTHING.format(edit="Freezing scaling or removing projection", reason=NO_NORM)]
     unit, no_op = unit_of(provenance), provenance.get("causal", {}).get("no_op", {})

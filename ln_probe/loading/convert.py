@@ -216,7 +216,7 @@ def settle_tokenizer(model: Any, original: Any, d_vocab: int) -> tuple[str, ...]
 def lab_model(trained: LabTransformer, source: ModelSource, world: World | None) -> nn.Module:
     """Convert a lab model, compare its logits with the lab model's, and record its source.
 
-    Without `world`, that is a TransformerBridge, in every version of TransformerLens the same class; a model that is
+    Without `world`, that is a TransformerBridge in every version of TransformerLens; a model that is
     no GPT-2 but for its norms (post-norm, not causal, other positions) stays as it was trained.
 
     Raises:
@@ -290,7 +290,7 @@ def _lab_hooked(trained: LabTransformer) -> nn.Module:
 
 
 class NormBridge(NormalizationBridge):
-    """A norm of the lab in a TransformerBridge, whose own component computes a LayerNorm whatever it wraps."""
+    """A lab norm in a TransformerBridge, whose own component computes a LayerNorm whatever it wraps."""
 
     def forward(self, hidden_states: Tensor, **_kwargs: Any) -> Tensor:
         norm: Any = self.original_component

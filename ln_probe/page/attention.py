@@ -1,7 +1,7 @@
-"""The map of heads, and the attention of the head that one chooses, which circuitsvis draws.
+"""The map of heads, and the attention of a chosen head, which circuitsvis draws.
 
 Report pages and notebooks show the same elements: circuitsvis's bundle, data in base64, and a content security policy
-that forbids fetching and other scripts. circuitsvis's Python side is not used, because it writes tokens into a script
+that forbids fetching and other scripts. circuitsvis's Python side is not used: it writes tokens into a script
 unescaped and needs 64 MB for a layer at 512 tokens.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 STEPS: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
 TOP = 6  # heads in the list beside the map
 TOKEN_LENGTH = 14  # characters of a token on an axis
-LARGE = 40  # tokens from which on a picture fills its column, which is kept free for it
+LARGE = 40  # a picture of more tokens fills its column, which is kept free for it
 FRAME_HEIGHT = 1000  # pixels of a notebook's frame
 _HEAD = re.compile(r"\bL(\d{1,5})H(\d{1,5})\b")
 # circuitsvis sets tokens as HTML in some of its elements. These look alike and mean nothing in HTML.

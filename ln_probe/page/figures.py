@@ -51,7 +51,7 @@ _VARIABLES = {
     SOFT: "--soft",
 }
 POINTS, SMALLEST, LEGIBLE = 72, 9, 11  # SVG units per inch, smallest text in units, its least size in pixels
-DPI = 192  # of a notebook's picture, which is shown at half that resolution: sharp on high-density screens
+DPI = 192  # of a notebook's picture, shown at half that resolution: sharp on high-density screens
 WIDTH = 4.0  # inches: with its smallest text 11 pixels high a figure fits a phone of 390 pixels
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
@@ -63,7 +63,7 @@ SITES = {"all": "every norm", "attention": "attention's norms"}
 class Figure(matplotlib.figure.Figure):
     """A matplotlib figure that a notebook shows without `%matplotlib inline`.
 
-    It is made without pyplot, which would keep every figure alive. `tips` are texts that a page shows when one points
+    It is made without pyplot, which would keep every figure alive. `tips` are texts that a page shows on pointing
     at an artist, by the artist's gid.
     """
 

@@ -1,7 +1,7 @@
 """What relative attention approximates: trained errors and the least-squares optimum of the same model.
 
 After Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), section
-6. Where a trained error lies far above the optimum, optimization failed and not expressivity; two learning rates show
+6. Where a trained error lies far above the optimum, optimization failed, not expressivity; two learning rates show
 how much that is worth. The published model has no norm: here one is put before or after its sublayers. Optima are
 upper bounds of the least error (`relative.linear_optimum`). `longer_inputs`: 4a and 4b, fitted to 1000 inputs without
 an FFN, on up to 8000. Such a model is affine in its inputs, so its error on any length is a sum over lags.
@@ -30,7 +30,7 @@ from ln_probe.analyses.lab.train import Task, TrainConfig, step_generator
 from ln_probe.analyses.probes.statistics import holm
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
-WIDTH = 32  # hidden units of the FFN where a target does not ask for a number of them
+WIDTH = 32  # hidden units of the FFN where a target sets no number
 FFN_FREE = 0
 RATES = (1e-2, 1e-3)
 EVALUATION_SEED = 10_000  # apart from every training seed
@@ -66,7 +66,7 @@ class Cell:
 class ApproximationTask(Task):
     """Squared error against a target on fresh inputs of +1 and -1.
 
-    Models are measured on one sample of EVALUATION_INPUTS, the same for all, or, where they are affine, exactly.
+    All models are measured on the same EVALUATION_INPUTS inputs, or exactly where they are affine.
     """
 
     name = "approximation"
@@ -129,7 +129,7 @@ def grid(quick: bool) -> tuple[Cell, ...]:
 
 
 def training(quick: bool, seed: int, lr: float) -> TrainConfig:
-    """The published batch and number of steps; the rest is ours, for it was not published."""
+    """The published batch and number of steps; the rest was not published."""
     steps = 1000 if quick else 10_000
     return TrainConfig(
         steps=steps, batch=100, lr=lr, lr_end=1e-6, warmup=100, weight_decay=0.0, clip=0.0, seed=seed,

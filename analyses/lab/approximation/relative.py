@@ -61,7 +61,7 @@ class RelativeConfig:
         return asdict(self)
 
     def build(self) -> RelativeTransformer:
-        """A model of this shape, initialized from torch's global generator."""
+        """A random model of this shape (torch's global generator)."""
         return RelativeTransformer(self)
 
 
@@ -201,7 +201,7 @@ class Optimum:
     """The least squared error found for a parametrization, and the parameters that have it.
 
     Attributes:
-        mse: its squared error. For several heads an upper bound on the least possible one (the search is not convex).
+        mse: its squared error; with several heads an upper bound of the least (the search is not convex).
         slopes: p_h of each head. coefficients: of the heads and, last, of the residual.
     """
 

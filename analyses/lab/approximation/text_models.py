@@ -1,6 +1,6 @@
 """Layers against heads, and attention with the dot product or without, on text.
 
-The two language-model comparisons of Wang & E (2024, section 6: 1a and 3b), which train on OpenWebText for a GPU,
+The two language-model comparisons of Wang & E (2024, section 6: 1a and 3b; there on OpenWebText with a GPU),
 scaled down to models that a CPU trains in seconds on text the user gives; with LayerNorm, each of its terms, or none.
 The laboratory's transformer has its attention replaced: scores are <q, k> / sqrt(d_head) - p_h log(1 + t - s), with a
 trained slope p_h per head (1 + t - s: the first token attends to itself); without the dot product the second only.
@@ -44,7 +44,7 @@ class RelativeTextConfig:
         return {"kind": "relative_text", **asdict(self)}
 
     def build(self) -> LabTransformer:
-        """A model of this shape, initialized from torch's global generator."""
+        """A random model of this shape (torch's global generator)."""
         cfg = LabConfig(
             n_layers=self.layers, d_model=self.d_model, n_heads=self.heads, d_vocab=self.d_vocab, n_ctx=self.n_ctx,
             norm=self.norm, norm_mlp=self.norm, norm_final=self.norm, positions="alibi",
@@ -59,7 +59,7 @@ class RelativeTextConfig:
 
 
 class RelativeAttention(Attention):
-    """Attention with a trained slope over the logarithm of the lag in the place of ALiBi's fixed slope over the lag."""
+    """Attention with a trained slope over the logarithm of the lag instead of ALiBi's fixed slope over the lag."""
 
     def __init__(self, cfg: LabConfig, dot_product: bool) -> None:
         super().__init__(cfg)
@@ -81,7 +81,7 @@ D_VOCAB, N_CTX = 1024, 128
 LAYERS, HEADS = (1, 2, 4), (1, 4, 16)
 STEPS, QUICK_STEPS = 200, 150
 KEYS = ("layers", "heads", "dot_product", "norm")
-POOLED = 0  # in the place of layers and heads: the mean over sizes
+POOLED = 0  # instead of layers and heads: the mean over sizes
 # 1a: minuend and subtrahend, as (layers, heads).
 SIZES = {
     "4 layers of 1 head minus 1 layer of 16 heads": ((4, 1), (1, 16)),

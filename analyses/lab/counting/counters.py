@@ -3,8 +3,8 @@
 Weiss, Goldberg & Yahav (2018, section 3) claim that LSTMs and ReLU-RNNs can count, squashing RNNs and GRUs cannot. So
 weights are written down that decide a^n b^n, and the largest N is measured such that a network is exact on every n = 1
 … N (in the sense of `tasks.counted`). An LSTM adds 1 or -1 to one cell; a ReLU-RNN to one unit, and a second
-one, less by 1, makes min(count, 1) of it. `mirrored` is an LSTM whose cells are pairs (c, -c), so that a projection has
-nothing to do. A GRU's state is an average of numbers between -1 and 1: it can only move by a share of the way, here
+one, less by 1, makes min(count, 1) of it. `mirrored` is an LSTM whose cells are pairs (c, -c), so projection does
+nothing. A GRU's state is an average of numbers between -1 and 1: it moves by a share of the way, here
 2^-k of it. Then n letters up and n down leave an error of n²/2^k steps, so it counts to the n at which that is three
 quarters of a step, until float32 does not hold the step (k = 24): bounded, where an LSTM's bound is 2^24.
 """

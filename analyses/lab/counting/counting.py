@@ -1,7 +1,7 @@
 """Which recurrent networks count, and what a LayerNorm term inside the cell does to the counter.
 
 `counting`: tagging of prefixes, trained at 64 letters (Merrill et al. 2020, section 5); next-token prediction of a^n
-b^n and a^n b^n c^n (Weiss et al. 2018, section 5). QRNN and QRNN+ are trained with ten times the updates, too (`LONG`).
+b^n and a^n b^n c^n (Weiss et al. 2018, section 5). QRNN and QRNN+ also get ten times the updates (`LONG`).
 `anbk`: an LSTM that tags a^n b^2n by an absolute value of its count, or by a threshold (released code of Merrill et
 al.).
 """
@@ -42,7 +42,7 @@ CHOSEN_SEEDS = 3  # that every cell has; L5's LSTM and transformer got seven mor
 # Cells of `recurrent`, of one layer but for the last.
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn f", "qrnn ifo", "qrnn+", "qrnn x2")
 TRANSFORMER = "transformer"
-LONG = ", 10 x the updates"  # of a QRNN, whose published accuracy at the training length the usual updates do not reach
+LONG = ", 10 x the updates"  # of a QRNN: fewer do not reach its published accuracy at the training length
 
 
 class TransformerTagger(nn.Module):
@@ -132,7 +132,7 @@ def make_task(cell: Cell, quick: bool) -> Task:
 def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
     """Adam on fresh words: 16 words of 64 letters an update for tagging, 10 words for prediction.
 
-    Prediction needs the more updates: after 6000 no GRU and no ReLU-RNN is exact on any n, however small. The ReLU-RNN
+    Prediction needs more updates: after 6000 no GRU and no ReLU-RNN is exact on any n. The ReLU-RNN
     gets still more and smaller ones: with those of the others it was exact nowhere (one seed).
     """
     counting = cell.task in tasks.LETTERS

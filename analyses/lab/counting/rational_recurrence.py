@@ -99,7 +99,7 @@ def rank_at_least(matrix: Int[np.ndarray, "row column"]) -> int:
 
 POOLINGS = ("f", "fo", "ifo")
 NETWORKS, NETWORKS_QUICK, WORDS, LENGTH = 10, 2, 3, 512  # of each pooling and seed; letters of a word
-SPREAD = 4.0  # weights that torch starts with leave every gate near 1/2; these reach from 0 to 1
+SPREAD = 4.0  # torch's initial weights leave every gate near 1/2; these reach from 0 to 1
 # Cell, layers, hidden units of what is saturated and ranked.
 CELLS = (
     ("rnn_tanh", 1, 3), ("gru", 1, 3), ("gru", 2, 3), ("qrnn f", 1, 3), ("qrnn fo", 1, 3), ("qrnn ifo", 1, 3),
@@ -155,7 +155,7 @@ def largest_error(pooling: str, seed: int, networks: int) -> float:
 
 
 def drawn_layer(pooling: str) -> tuple[Tensor, QRNNLayer]:
-    """A QRNN's embedding [letter width] and first layer, in float64, with SPREAD times the weights it starts with."""
+    """A QRNN's embedding [letter width] and first layer, in float64, initial weights times SPREAD."""
     model = RecurrentConfig("qrnn" if pooling == "fo" else f"qrnn {pooling}", PREFIX_VOCABULARY, 2).build().double()
     layer = cast("QRNNLayer", model.layers[0])
     with torch.no_grad():

@@ -9,7 +9,7 @@ Where the norm stands (`norm_site`):
 Inside a recurrence nothing may shrink or grow the state a little at each step, so `projection_only` divides by 1, and a
 norm on the state has no gain or bias.
 
-Torch's kernels have no place for a norm, so a layer with one goes step by step, in as few operations as possible, and
+Torch's kernels have no place for a norm, so a layer with one goes step by step, and
 so does a GRU, whose kernel is slow (`_differentiable`). An update with 16 words of 64 letters takes 2 to 5 ms. Cells
 compiled with numba, with gradients by hand in 490 lines, took 1.7 to 2.9 times less.
 """
@@ -49,7 +49,7 @@ class RecurrentConfig:
         return asdict(self)
 
     def build(self) -> RecurrentTagger:
-        """A model of this shape, initialized from torch's global generator."""
+        """A random model of this shape (torch's global generator)."""
         return RecurrentTagger(self)
 
 

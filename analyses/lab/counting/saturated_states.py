@@ -2,7 +2,7 @@
 
 Merrill et al. (2020, "A Formal Hierarchy of RNN Architectures", sections 2 and 3) look at the limit of large weights,
 in which a sigmoid is 0 or 1 and a tanh -1, 0 or 1. A saturated Elman RNN, GRU and QRNN with f- or fo-pooling have a
-number of states that no length changes; an LSTM, and a QRNN with ifo-pooling, have polynomially many, at most as length
+bounded number of states; an LSTM, and a QRNN with ifo-pooling, have polynomially many, at most as length
 to the power of their counters. No training: weights are drawn, and every state that a word over {a, b} reaches is
 counted.
 
@@ -122,7 +122,7 @@ def start(layers: list[SaturatedLayer]) -> States:
 
 
 def reachable(layers: list[SaturatedLayer], longest: int) -> tuple[Float[np.ndarray, " length"], bool]:
-    """Return how many states there are after all words of length 1 … `longest`, and whether they repeat for ever.
+    """Return the number of states after all words of length 1 … `longest`, and whether they repeat for ever.
 
     The set after n + 1 letters is a function of the set after n: once a set comes back, all lengths are known. Counts
     are CAP from where there are more.

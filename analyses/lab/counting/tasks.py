@@ -90,9 +90,9 @@ def allowed_next(letters: int, n: int) -> Bool[Tensor, "pos token"]:
 
 TRAIN_LENGTH = 64
 TEST_LENGTHS = (64, 128, 256, 512, 1024)
-PUBLISHED_LENGTHS = (*TEST_LENGTHS, 2048)  # of the source's table: the networks without a norm are tested to its end
+PUBLISHED_LENGTHS = (*TEST_LENGTHS, 2048)  # of the published table: networks without a norm are tested to its end
 EVALUATION_SEED = 10_000  # apart from every training seed
-EVALUATION_LABELS = 100_000  # labels per length, so that short and long words are measured alike well
+EVALUATION_LABELS = 100_000  # per length, so that short and long words are measured equally well
 ACCEPTED = 0.005  # a token is accepted if its probability exceeds this: Weiss et al.
 LETTERS = {"anbn": 2, "anbncn": 3}
 MAX_TRAINED_N = {"anbn": 99, "anbncn": 49}
@@ -164,9 +164,9 @@ class CountingTask(WordsTask):
 def counted(model: nn.Module, letters: int, largest: int) -> dict[str, float]:
     """How far a next-token model counts, for n = 1 … `largest`.
 
-    It accepts a word if every token of it, EOS included, has p > 0.005 (Weiss et al.). It is exact on n if along
-    a^n b^n (c^n), after each prefix, it accepts the tokens that may come next and no other: so it accepts the word and
-    rejects every word that leaves it at any place.
+    It accepts a word if every token, EOS included, has p > 0.005 (Weiss et al.). It is exact on n if along
+    a^n b^n (c^n), after each prefix, it accepts the tokens that may come next and no other: so it accepts the word
+    and rejects every word that leaves it.
 
     Returns:
         `exact_from`, `exact_to`: the longest run of n's on which it is exact (0, 0: there is none);

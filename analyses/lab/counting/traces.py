@@ -1,11 +1,11 @@
 """How a network counts, letter by letter, and where exactly a norm in its cell ends the count.
 
 Weiss, Goldberg & Yahav (2018) claim that LSTMs and ReLU-RNNs count and GRUs do not, and show it by traces of an LSTM's
-cell state over a^n b^n and a^n b^n c^n. Here networks are trained as `counting` trains them, with a norm in the LSTM's
-cell and without; of each, the dimension that counts is looked for, followed beyond the trained n, and compared with
+cell state over a^n b^n and a^n b^n c^n. Here networks are trained as in `counting`, with a norm in the LSTM's
+cell and without; in each, the dimension that counts is found, followed beyond the trained n, and compared with
 what the network itself does. Tasks, models and names of runs are those of `counting`.
 
-Over each run of one letter (a phase) a line is laid through each dimension of the state by least squares; a dimension
+Over each run of one letter (a phase) a line is fitted to each dimension of the state (least squares); a dimension
 is a candidate for a phase if it goes one way there and the other way in an earlier phase, straight in both
 (`STRAIGHT`), and counts if these lines also tell every letter apart (`READABLE`). The state is an LSTM's c as it is
 carried on (normed, if a norm stands on it), any other cell's h.
@@ -34,9 +34,9 @@ from ln_probe.analyses.lab.runs import Run, carry_out
 from ln_probe.analyses.lab.train import read_metrics
 
 # R²; of a state that nears a limit: .9992 if its slope falls by a fifth in the phase, .996 by 40 %. So it is passed by
-# what bends by several letters, and is asked for beside READABLE, not in its place.
+# what bends by several letters, and READABLE is required as well.
 STRAIGHT = 0.999
-SETTLING = 5  # letters at the beginning of a phase that are left out of every fit: gates turn over there
+SETTLING = 5  # letters at the beginning of a phase, left out of every fit: gates turn over there
 # Of a letter: what a count may be off its line and still be right when it is rounded, all through the longest trained
 # word.
 READABLE = 0.5

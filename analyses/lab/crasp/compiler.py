@@ -2,7 +2,7 @@
 
 After Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP") and Yang & Chiang (2024, "Counting Like Transformers"),
 whose construction needs LayerNorm's scaling (`weights`). Nothing is trained: every program of the laboratory is
-compared with the interpreter on all short words and on random long ones, under every norm.
+compared with the interpreter on all short and some random long words, under every norm.
 """
 
 from __future__ import annotations

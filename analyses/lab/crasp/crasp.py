@@ -87,7 +87,7 @@ class CRaspError(ValueError):
 
     def __init__(self, source: str, line: int, column: int, problem: str, expected: str) -> None:
         self.line, self.column, self.expected = line, column, expected
-        lines = source.split("\n")  # the parser's lines; `splitlines` would end one at a form feed or U+2028 as well
+        lines = source.split("\n")  # the parser's lines; `splitlines` also ends one at a form feed or U+2028
         # A character each for what moves the caret or is not seen: tabs, line separators, a byte order mark.
         shown = "".join(c if c.isprintable() else " " for c in lines[min(line, len(lines)) - 1].rstrip("\r"))
         super().__init__(

@@ -4,7 +4,7 @@ After Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"): transformers of dep
 k <= d + 2 and not beyond. Theirs is post-norm LayerNorm at d_model 256 or 512; here a small model with the norm as a
 switch. The outcome is continuous: the share of words exactly right, over all lengths beyond the training's (`REACH`).
 That scaling costs reach beyond the boundary was seen in the first seeds, and more were trained for it: what they show
-by themselves is tested apart (`fresh_terms`). `depth_deep` goes on to depths 10 under LayerNorm, and to positions.
+alone is tested apart (`fresh_terms`). `depth_deep` goes on to depth 10 under LayerNorm, and to positions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ D_VOCAB = 3
 
 
 def sample_block_words(k: int, lengths: tuple[int, int], size: int, generator: torch.Generator) -> Words:
-    """Words of L_k: the length uniform in `lengths` (both included), the k - 1 places of change distinct and uniform.
+    """Words of L_k: a length uniform in `lengths` (both included), k - 1 distinct places of change, uniform.
 
     Returns:
         BOS and the word, padded on the right; 1 in the last block, 0 before it, PAD at BOS and padding.
@@ -233,9 +233,9 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
-    """`term_effects` beyond the boundary over the seeds that were trained after the first had been seen.
+    """`term_effects` beyond the boundary over the seeds trained after the first had been seen.
 
-    Holm's p is over these alone: two terms in each order. Empty if there are no such seeds.
+    Holm's p is over these alone: two terms in each order. Empty without such seeds.
     """
     later = values[values["seed"] >= CHOSEN_SEEDS]
     terms = term_effects(later if len(later) else values)

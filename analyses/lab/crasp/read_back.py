@@ -1,6 +1,6 @@
 """From a transformer to a program: the weights of a compiled model read back into C-RASP.
 
-The direction of Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP") that begins with a transformer. Where a norm's
+The direction from transformer to program of Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"). Where a norm's
 scaling makes truth values of what attention brings, the stream between blocks is one of finitely many vectors. Which
 one is a Boolean function of the letter (the embedding) and, block by block, of the vector before and of what uniform
 attention brought: a sum of counts of the positions at which each vector stands, over t + 1. An MLP without biases bends
@@ -26,7 +26,7 @@ from ln_probe.analyses.lab.crasp.weights import BOS, CompiledProgram
 from ln_probe.analyses.lab.norms import SCALES
 from ln_probe.analyses.lab.transformer import Block
 
-MOST_STATES = 4096  # vectors that the stream can be at one block, times ways in which attention can answer
+MOST_STATES = 4096  # vectors that the stream can be at one block, times answers of attention
 LENGTHS = (999.0, 1499.0)  # of which t + 1 is tried: any number of letters is alike to an MLP without biases
 BEYOND = 100.0  # how far beyond the outermost bend a sum is tried
 DIGITS = 6  # to which vectors that are the same agree

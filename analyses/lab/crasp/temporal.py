@@ -6,8 +6,8 @@ Chiang 2025, "Knee-Deep in C-RASP", where depth is preserved both ways):
     Q_a   true   false   not P   P and Q   P or Q
     2 * #[P] - #[Q] + 3 <= #[R]      a linear inequality of counts; #[P]: at how many positions j <= i P holds
 
-The syntax is C-RASP's without names, choices, `min` and `max`. Equal parts are one object, so a formula that is a tree
-of astronomical size as text can be a graph of some hundred nodes: `program_of` writes a definition for each.
+The syntax is C-RASP's without names, choices, `min` and `max`. Equal parts are one object, so a formula of
+astronomical size as text can be a graph of some hundred nodes: `program_of` writes a definition for each.
 
 A comparison becomes the question whether a sum of counts `constant + Σ factor · #[P]` is below 0. ADD, SUB, integer
 factors and CONST stay inside the sum. CONDITIONAL, MIN and MAX are cases: a count is one sum where a guard holds,

@@ -32,7 +32,7 @@ from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 BOS = 0  # its token; the alphabet's symbols follow
 MOST_LAYERS = 256
-# Entries of the stream, and hidden units of an MLP: about 1 GB of float64 weights for a layer that is as wide.
+# Entries of the stream, and hidden units of an MLP: a layer of that width has about 1 GB of float64 weights.
 MOST_WIDTH = 8192
 FLOAT_ERROR = 2.0**-51  # a few roundings of float64, of a truth value or of a mean of numbers up to 1
 MARGIN = 0.25  # an odd sum of counts is at least 1; a quarter of it may be lost to rounding

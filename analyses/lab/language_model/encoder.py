@@ -43,7 +43,7 @@ class EncoderConfig(LabConfig):
     norm_read: str | None = "layernorm"
 
     def build(self) -> Encoder:
-        """A model of this shape, initialized from torch's global generator: the same weights under every norm."""
+        """A random model of this shape (torch's global generator): the same weights under every norm."""
         return Encoder(self)
 
 
@@ -165,7 +165,7 @@ def encoder_config(shape: str, norm: str, size: Size) -> EncoderConfig:
 
 
 def make_runs(request: Request, size: Size) -> list[Run]:
-    """A run per seed, shape and norm; within a seed and shape all start at the same weights and see the same masks."""
+    """A run per seed, shape and norm; within a seed and shape all have the same initial weights and masks."""
     text = TextTask(
         request.texts, size.d_vocab, size.n_ctx, tokenizer=request.tokenizer, valid_windows=size.valid_windows
     )

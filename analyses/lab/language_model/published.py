@@ -2,7 +2,7 @@
 
 After Brody, Alon & Yahav 2023, section 4.2: a GPT-2 with `ln_1` either LayerNorm or its projection alone (nothing
 divides there, so `divisor` is 1), both without gain and bias. A third model divides the projected vectors by a constant
-measured at initialization. Which share of the keys of a context can no query select: before the norm, after it, and as
+measured at initialization. What share of a context's keys can no query select: before the norm, after it, and as
 a head sees them? Read on windows and, in place of SST-2 (table 3), on single sentences. Two sizes: one that a CPU
 trains in minutes, and the published one.
 """
@@ -78,7 +78,7 @@ SMALL = Size(d_vocab=1024, n_ctx=256, batch=4, steps=1500)
 TINY = Size(d_vocab=512, n_ctx=128, batch=4, steps=300, sentences=16)
 # Published: 50000 steps of 16 windows at 5e-5. A window takes a core a third of a second: fewer and larger steps.
 FULL = Size(GPT2_VOCABULARY, GPT2_CONTEXT, batch=2, steps=3000, valid_windows=8, sentences=0)
-# Measuring one model's keys takes longer than these steps: the first and the last.
+# Measuring a model's keys takes longer than these steps: the first and the last.
 FULL_TINY = Size(GPT2_VOCABULARY, GPT2_CONTEXT, batch=1, steps=40, valid_windows=2, measured_at=(0,), sentences=0)
 
 

@@ -91,7 +91,7 @@ class ReplaceableNorm(nn.Module):
 
 
 def replaceable_norms(model: LabTransformer) -> list[ReplaceableNorm]:
-    """Norms in the order in which they are replaced: those of the MLPs, those of attention, the final one.
+    """Norms in the order of replacement: those of the MLPs, those of attention, the final one.
 
     (Heimersheim 2024, whose order this is: norms of MLPs cost least.)
     """
@@ -161,7 +161,7 @@ class Schedule:
             norm.stage.fill_(ONE_CONSTANT if joined else TWO_CONSTANTS if gone else LAYERNORM)
 
 
-SINK = 0.3  # of attention (the threshold of Gu et al. 2025, who compare a head's mean over queries with it)
+SINK = 0.3  # of attention (threshold of Gu et al. 2025 for a head's mean over queries)
 KEY_CONTEXTS = 2  # held-out windows whose keys are decided: 64 heads of 256 keys each, some ten seconds a window
 
 
@@ -305,7 +305,7 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
 
 
 def write_plain(run: Run, out: Path) -> None:
-    """A finished run's model as a lab run's folder, whose norms are constants; written once."""
+    """A finished run's model, its norms constants, as a lab run's folder; written once."""
     if (out / MODEL_FILE).exists():
         return
     model = plain(cast(LabTransformer, run.model()))

@@ -49,7 +49,7 @@ CONTRASTS = {  # the norm that has the term, and the one that lacks it
     "projection, with scaling": ("layernorm", "scaling_only"),
     "projection, without scaling": ("projection_only", "none"),
 }
-# Of a registered outcome: what it is called, its unit, the factor from the tables to that unit, the equivalence margin.
+# Of a registered outcome: its name, its unit, the factor from the tables to that unit, the equivalence margin.
 OUTCOMES = {LOSS: ("Held-out loss", "nats", 1.0, 0.01), FRACTION: ("Unselectable keys", "points", 100.0, 1.0)}
 KEYS = ["norm", "layer", "measure"]
 ALL_LAYERS = -1  # the `layer` of means over layers and of what is not measured layer by layer
@@ -245,7 +245,7 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
 
 
 def bundle(run: Path, out: Path, task: TextTask, command: str) -> None:
-    """Copy a finished run as a checkpoint to ship: float16 weights and the recipe, its loss measured after rounding."""
+    """Copy a finished run as a checkpoint to ship: float16 weights and the recipe, with the loss after rounding."""
     out.mkdir(parents=True, exist_ok=True)
     save_model(load_run(run), out / "model.safetensors", torch.float16)
     for name in ("lab.json", "tokenizer.json", "metrics.jsonl"):

@@ -63,7 +63,7 @@ class Bags:
 def partitions(total: int, smallest: int, parts: int, rng: np.random.Generator) -> Iterator[tuple[int, ...]]:
     """Yield ways to write `total` as at most `parts` ascending numbers of at least `smallest`, depth first.
 
-    At every level the next number is tried in random order, as in the published data: no uniform sample of partitions.
+    Each next number is tried in random order, as in the published data: no uniform sample of partitions.
     """
     if total == 0:
         yield ()
@@ -121,8 +121,8 @@ def majority_model(norm: str, radius: float | None = None, size: MajoritySize | 
 class PartShrunk:
     """The majority model with what queries and keys read, or what values read, divided by d after the norm.
 
-    From radius √d that is radius 1/√d for this part alone. The factor stands in the forward pass, as a small norm's
-    does: in the initial weights it would train differently, as Adam's steps do not depend on a gradient's size.
+    From radius √d that is radius 1/√d for this part alone. The factor is in the forward pass, as a small norm's:
+    in the initial weights it would train differently, as Adam's steps do not depend on a gradient's size.
     """
 
     model: LabConfig
@@ -132,7 +132,7 @@ class PartShrunk:
         return {"kind": "part_shrunk", "part": self.part, **self.model.to_dict()}
 
     def build(self) -> LabTransformer:
-        """A model of this shape, initialized from torch's global generator."""
+        """A random model of this shape (torch's global generator)."""
         model = self.model.build()
         attention = ShrunkAttention(self.model, self.part)
         attention.load_state_dict(model.blocks[0].attn.state_dict())
@@ -416,7 +416,7 @@ def steps_to(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
-    """Paired differences of CONTRASTS and SPACE_CONTRASTS over the seeds whose cells have all come that far.
+    """Paired differences of CONTRASTS and SPACE_CONTRASTS over seeds whose cells have all come that far.
 
     (All of those that any seed has taken that far: to the end only some are trained.)
     """

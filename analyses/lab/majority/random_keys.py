@@ -3,7 +3,7 @@
 After Brody, Alon & Yahav 2023, figures 1c and 1d: n keys drawn from a normal distribution in d dimensions, 100 draws.
 Their heat map shows how many draws had *any* unselectable key (so their code computes it), though the caption speaks
 of the fraction of keys; both are given here. LayerNorm puts keys on a sphere, where every one is selectable; a head
-sees them through its own W_K, and there the guarantee is lost, so a third map shows keys of one head.
+sees them through its W_K, where the guarantee is lost, so a third map shows keys of one head.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def run(request: Request) -> Results:
 
 
 def analyse(maps: pd.DataFrame, draws: int = DRAWS) -> dict[str, pd.DataFrame]:
-    """Add intervals to the mean, spread and number of seeds of every square; the summary has those at n = 60 and heads.
+    """Add intervals to every square's mean, spread and number of seeds; the summary has n = 60 and the heads.
 
     Whether a draw has any unselectable key has the binomial interval over all seeds' draws, the rest that of a share.
     """
