@@ -25,7 +25,7 @@ class Dictionary:
 
     def __init__(self, hook_name: str, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.cfg = SimpleNamespace(hook_name=hook_name)
+        self.cfg = SimpleNamespace(hook_name=hook_name, metadata=SimpleNamespace(hook_name=""))
         self.W_dec = torch.randn(128, 32, generator=generator, dtype=torch.float64).to(dtype)
         self.b_dec = torch.randn(32, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -154,7 +154,7 @@ def test_features_of_several_hook_points() -> None:
     first = Features.of(Dictionary("blocks.0.hook_resid_pre"), cache)
     assert "embedding" not in set(attribute_logits(model, TOKENS, -1, 3, features=first).check().table["kind"])
     last = Features.of(Dictionary("blocks.1.hook_resid_post"), cache)
-    alone, after = (attribute_logits(model, TOKENS, -1, 3, features=f).check() for f in (last, [*three, last]))
+    alone, after = (attribute_logits(model, TOKENS, -1, 3, features=f).check() for f in (last, [first, *three, last]))
     assert list(after.table["part"]) == list(alone.table["part"])
     layers = attribute_logits(model, TOKENS, -1, 3, features=last, components="layers").check().table
     assert list(layers["kind"]) == list(alone.table["kind"])
@@ -203,3 +203,13 @@ def test_features_of_the_scores_of_several_prompts() -> None:
     both = sums(batch)
     for i, row in enumerate(batch):
         pd.testing.assert_series_equal(both[i], sums(row[None])[0], rtol=1e-9)
+
+
+def test_features_of_one_score_are_the_largest_at_its_query_and_key() -> None:
+    model, dictionary = make_bridge("gpt2", torch.float64), Dictionary("blocks.1.hook_resid_pre")
+    cache = model.run_with_cache(TOKENS[None])[1]
+    features = replace(Features.of(dictionary, cache), top=5)
+    table = attribute_scores(model, TOKENS, 1, 2, 7, 3, features=features).table
+    active = dictionary.encode(cache["blocks.1.hook_resid_pre"])[0, [3, 7]].amax(0)
+    largest = (active * dictionary.W_dec.norm(dim=1)).topk(5).indices
+    assert set(table.loc[table["kind"] == "feature", "index"]) - {-1} == set(largest.tolist())
