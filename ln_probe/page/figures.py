@@ -348,7 +348,7 @@ def keys_over_depth(report: Report) -> Figure:
     return figure
 
 
-def _few_log_ticks(axes: mpl.axes.Axes, *, share: bool = False) -> None:
+def _few_log_ticks(axes: mpl.axes.Axes, *, share: bool) -> None:
     """Label a logarithmic axis with plain numbers, several of them even within one decade."""
     low, high = axes.get_ylim()
     narrow = high < 8 * low

@@ -63,6 +63,7 @@ def test_groups_are_resampled_within_strata() -> None:
     strata = np.arange(40) % 3
     drawn = statistics.resamples((14, 13, 13), 0)
     assert drawn.shape == (statistics.RESAMPLES, 40)
+    assert [len(statistics.resamples((n,), 0)) for n in (500, 3000)] == [10_000, 2000]
     for first, last in ((0, 14), (14, 27), (27, 40)):
         assert (drawn[:, first:last].sum(1) == last - first).all()
     x = np.random.default_rng(1).normal(size=40) + 20.0 * strata
