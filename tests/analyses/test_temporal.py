@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ln_probe.analyses.lab.crasp import compiler
 from ln_probe.analyses.lab.crasp.compiler import PROGRAMS
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
-from ln_probe.analyses.lab.crasp.read_back import read_back
-from ln_probe.analyses.lab.crasp.temporal import formula_of, parse_formula, program_of
+from ln_probe.analyses.lab.crasp.read_back import _possible, read_back
+from ln_probe.analyses.lab.crasp.temporal import Formulas, Sum, formula_of, parse_formula, program_of
 from ln_probe.analyses.lab.crasp.weights import CompiledProgram, compile_program
 from ln_probe.analyses.lab.norms import SCALES
 
@@ -165,3 +165,14 @@ def test_an_altered_weight_is_another_program() -> None:
     block.mlp.W_in.data[:, units[0]] += block.mlp.W_in[:, units[1]].detach()
     with pytest.raises(ValueError, match="two sums"):
         read_back(compiled)
+
+
+def test_what_no_number_can_be() -> None:
+    """A number x with x + a and ±x + b below 0 or not: exact where the two bound it from both sides."""
+    formula = Formulas().true
+    for a, b, sign, below, other in itertools.product(
+        range(-2, 3), range(-2, 3), (1, -1), (True, False), (True, False)
+    ):
+        meets = any((x + a < 0) == below and (sign * x + b < 0) == other for x in range(-9, 10))
+        left, right = (Sum(((formula, 1),), a), below), (Sum(((formula, sign),), b), other)
+        assert _possible(left, right) == meets
