@@ -55,12 +55,8 @@ def known_hub_names() -> dict[str, str]:
 
     The module that lists them is read by itself: importing TransformerLens takes seconds.
     """
-    package = find_spec("transformer_lens")
-    if package is None or package.origin is None:
-        return {}
-    spec = spec_from_file_location("supported_models", Path(package.origin).with_name("supported_models.py"))
-    if spec is None or spec.loader is None:
-        return {}
+    package: Any = find_spec("transformer_lens")
+    spec: Any = spec_from_file_location("supported_models", Path(package.origin).with_name("supported_models.py"))
     lists: Any = module_from_spec(spec)
     spec.loader.exec_module(lists)
     officials = lists.OFFICIAL_MODEL_NAMES

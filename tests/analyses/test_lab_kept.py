@@ -317,7 +317,9 @@ def test_an_interval_of_shares_ends_at_all() -> None:
     assert found[["mean", "ci_low", "ci_high"]].to_numpy().tolist() == [[pytest.approx(0.55), -1, 1]]
 
 
-def test_figures_without_a_finished_seed() -> None:
+def test_tables_and_figures_without_a_finished_seed() -> None:
+    nothing = pd.DataFrame(columns=[*text_models.KEYS, "seed", "step", "measure", "value"])
+    assert text_models.analyse(nothing)["dot_product"].empty
     for analyse in (two_by_two.analyse, two_by_two.analyse_registered):
         (figure,) = two_by_two.plot(analyse(pd.DataFrame(columns=[*two_by_two.KEYS, "seed", "value"]))).values()
         assert len(figure.axes) == 1

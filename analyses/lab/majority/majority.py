@@ -315,7 +315,6 @@ PUBLISHED = pd.DataFrame(  # read off the plots (Brody, Alon & Yahav 2023, figur
             (WITHOUT, 1000, ACCURACY, 0.52), (WITHOUT, 5000, ACCURACY, 0.85),
             (WITH, 0, ANGLE, 70.0), (WITH, 17000, ANGLE, 11.0),
             (WITHOUT, 0, ANGLE, 70.0), (WITHOUT, 17000, ANGLE, 83.0),
-            (WITHOUT, WHENEVER, "times_the_steps_to_0.4", 3.0),
         )
     ],
     columns=[*KEYS, "published"],
