@@ -22,8 +22,10 @@ import ln_probe
 from ln_probe import exhibits
 from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.text import with_interval
+from ln_probe.hooks.model import facts_of
 from ln_probe.hooks.task import Objective, ObjectiveError
-from ln_probe.passes import CENTRED
+from ln_probe.passes import CENTRED, _shipped
+from ln_probe.prompts import make_prompts
 
 pytestmark = pytest.mark.lens
 
@@ -243,3 +245,10 @@ def test_an_objective_is_named_after_its_function() -> None:
     assert Objective.of(next_token).name.endswith("test_analyze:next_token")
     assert Objective.of("torch:numel").name == "torch:numel"
     assert Objective.of(None).unit == "nats/token"
+
+
+def test_a_bundled_model_brings_loss_optimal_constants_for_its_own_prompts() -> None:
+    model = ln_probe.load_model("lm-layernorm", device="cpu")
+    own, other = (make_prompts(model, prompts) for prompts in (None, "The ships came home."))
+    assert set(_shipped(facts_of(model), model.parameters(), own) or ()) == {"attention", "all"}
+    assert _shipped(facts_of(model), model.parameters(), other) is None
