@@ -221,6 +221,18 @@ def test_a_norm_that_nobody_calls_or_reads() -> None:
             model(TOKENS)
 
 
+def test_a_norm_that_sees_heads_flattened_knows_position_0() -> None:
+    model = make_hooked(use_qk_norm=True, dtype=torch.float64)
+    norm, seen = model.blocks[0].attn.q_norm, list[tuple[torch.Tensor, torch.Tensor]]()
+    with torch.no_grad(), without(model, "scaling", sites=["blocks.0.attn.q_norm"], scale=(3.0, 0.7)):
+        norm.register_forward_hook(lambda _norm, args, y: seen.append((args[0], y)))
+        model(TOKENS)
+    ((x, y),) = seen
+    assert x.ndim == 2
+    first = (torch.arange(TOKENS.shape[1]) == 0)[None, :, None].expand(*TOKENS.shape, model.cfg.n_heads).reshape(-1, 1)
+    assert torch.allclose(y, x / torch.where(first, 3.0, 0.7) * norm.w)
+
+
 def test_training_mode_is_reported() -> None:
     model = make_bridge("gpt2")
     model.train()
