@@ -87,11 +87,10 @@ def wrong_answers(source: str, alphabet: Any, length: int, norm: str = "layernor
     program = parse(source)
     compiled = compile_program(program, norm, alphabet=alphabet, n_ctx=length + 1)
     words = list(itertools.product(alphabet, repeat=length))
-    expected = truth(compiled, words)
-    read = read_back(compiled)
+    expected, read = truth(compiled, words), read_back(compiled)
     assert read.depth <= compiled.attending <= program.depth
-    answers = compiled.run(words), read.run(np.array(words, dtype=object).T).T
-    return int((answers[0] != expected).sum()), int((answers[1] != expected).sum())
+    again = read.run(np.array(words, dtype=object).T).T
+    return int((compiled.run(words) != expected).sum()), int((again != expected).sum())
 
 
 @pytest.mark.parametrize("norm", sorted(SCALES))
@@ -108,8 +107,7 @@ def test_the_largest_factors_are_told_apart() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_is_read_back_to_length_10(name: str) -> None:
-    source, alphabet = PROGRAMS[name]
-    assert wrong_answers(source, alphabet, 10 if len(alphabet) < 3 else 7) == (0, 0)
+    assert wrong_answers(*PROGRAMS[name], 10 if len(PROGRAMS[name][1]) < 3 else 7) == (0, 0)
 
 
 def wrong_of_random(drawn: Expression) -> tuple[int, int]:
