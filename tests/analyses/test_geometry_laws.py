@@ -12,8 +12,6 @@ import ln_probe
 from ln_probe.analyses.geometry import decide
 from ln_probe.analyses.geometry import keys as key_sets
 
-PLAIN = [name for name in FAMILIES if "bias" not in name and "quer" not in name]
-
 
 def case_of(name: str) -> Case:
     return FAMILIES[name](np.random.default_rng(1), 24, 4)

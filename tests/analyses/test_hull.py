@@ -11,11 +11,6 @@ import ln_probe
 from ln_probe.analyses.geometry.check import CertificateError
 
 
-def normalized(x):
-    x = x - x.mean(-1, keepdims=True)
-    return x / np.sqrt((x * x).mean(-1, keepdims=True))
-
-
 def circle(n):
     angle = 2 * np.pi * np.arange(n) / n
     return np.stack([np.cos(angle), np.sin(angle)], axis=1)
@@ -104,8 +99,8 @@ def test_a_batch_is_its_sets_one_by_one_at_any_number_of_threads():
             for batch in (one, two):
                 assert (getattr(batch, name)[b] == getattr(alone, name)).all()
         inside = np.flatnonzero(alone.verdict == "unselectable")[0]
-        for index in ((b, inside), ((b, inside),)):
-            assert (two.weights(*index) == alone.weights(inside)).all()
+        assert (two.weights(b, inside) == alone.weights(inside)).all()
+        assert (two.weights((b, inside)) == alone.weights(inside)).all()
     two.certify()
 
 

@@ -107,7 +107,8 @@ def test_the_largest_factors_are_told_apart() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_is_read_back_to_length_10(name: str) -> None:
-    assert wrong_answers(*PROGRAMS[name], 10 if len(PROGRAMS[name][1]) < 3 else 7) == (0, 0)
+    source, alphabet = PROGRAMS[name]
+    assert wrong_answers(source, alphabet, 10 if len(alphabet) < 3 else 7) == (0, 0)
 
 
 def wrong_of_random(drawn: Expression) -> tuple[int, int]:

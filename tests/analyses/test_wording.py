@@ -16,7 +16,6 @@ from ln_probe.hooks.norm import SCALING_FROZEN
 from ln_probe.hooks.norms import layers_in_words
 
 EDIT = "Freezing scaling at every norm"
-TEMPLATES = [name for name, text in vars(wording).items() if name.isupper() and isinstance(text, str) and "{" in text]
 
 
 def row(sites: str, variant: str, change: float = 0.0, half: float = 0.01, **values: Any) -> dict[str, Any]:
