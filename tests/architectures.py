@@ -22,13 +22,9 @@ def cases(*quick: Any, slow: Iterable[Any]) -> list[Any]:
 
 
 _LLAMA = {
-    "hidden_size": D,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": 2,
-    "intermediate_size": 80,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": CONTEXT,
-}
+    "hidden_size": D, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 80,
+    "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
+}  # fmt: skip
 _GROUPED = _LLAMA | {"num_key_value_heads": 2}
 _NARROW = _GROUPED | {"head_dim": 8}
 _GPT2 = {"n_embd": D, "n_head": HEADS, "n_layer": 2, "n_positions": CONTEXT, "vocab_size": VOCAB}
@@ -38,6 +34,8 @@ _FALCON = {key: value for key, value in _LLAMA.items() if key != "intermediate_s
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MARKS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_WINDOW = {"sliding_window": 8}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": CONTEXT // 2,
@@ -61,9 +59,9 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "hidden_size": D, "n_head": HEADS, "n_layer": 2, "vocab_size": VOCAB,
     }),
     "bert": ("BertForMaskedLM", "BertConfig", _LLAMA),
-    "mistral": ("MistralForCausalLM", "MistralConfig", _GROUPED | {"sliding_window": 8}),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", _NARROW | {
-        "query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+    "mistral": ("MistralForCausalLM", "MistralConfig", _GROUPED | _WINDOW),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", _NARROW | _WINDOW | {
+        "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"],
     }),
     "gptj": ("GPTJForCausalLM", "GPTJConfig", _GPT2 | {"rotary_dim": 4}),
     "mpt": ("MptForCausalLM", "MptConfig", {
@@ -88,16 +86,14 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     }),
     "qwen3-long": ("Qwen3ForCausalLM", "Qwen3Config", _NARROW | {"max_position_embeddings": 3000}),
     # Others.
-    "apertus": ("ApertusForCausalLM", "ApertusConfig", _GROUPED | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }),
+    "apertus": ("ApertusForCausalLM", "ApertusConfig", _GROUPED | {"rope_parameters": _ROPE}),
     "arcee": ("ArceeForCausalLM", "ArceeConfig", _GROUPED),
     "bert-decoder": ("BertLMHeadModel", "BertConfig", _LLAMA | {"is_decoder": True}),
     "codegen": ("CodeGenForCausalLM", "CodeGenConfig", _GPT2 | {"rotary_dim": 4}),
     "cohere": ("CohereForCausalLM", "CohereConfig", _GROUPED),
-    "cohere2": ("Cohere2ForCausalLM", "Cohere2Config", _GROUPED | {"sliding_window": 8}),
+    "cohere2": ("Cohere2ForCausalLM", "Cohere2Config", _GROUPED | _WINDOW),
     "ernie4.5": ("Ernie4_5ForCausalLM", "Ernie4_5Config", _NARROW),
-    "exaone4": ("Exaone4ForCausalLM", "Exaone4Config", _NARROW | {"sliding_window": 8}),
+    "exaone4": ("Exaone4ForCausalLM", "Exaone4Config", _NARROW | _WINDOW),
     "falcon": ("FalconForCausalLM", "FalconConfig", _FALCON),
     "falcon-alibi": ("FalconForCausalLM", "FalconConfig", _FALCON | {
         "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True,
@@ -109,9 +105,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4": ("Glm4ForCausalLM", "Glm4Config", _NARROW | _MARKS),
     "gpt-bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT2),
     "gpt-bigcode-many-keys": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT2 | {"multi_query": False}),
-    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", _NARROW | _LOCAL_EXPERTS | {
-        "sliding_window": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }),
+    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", _NARROW | _LOCAL_EXPERTS | _WINDOW | {"rope_parameters": _ROPE}),
     "granite": ("GraniteForCausalLM", "GraniteConfig", _GROUPED | {
         "logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2,
     }),
@@ -129,7 +123,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     }),
     "nanochat": ("NanoChatForCausalLM", "NanoChatConfig", _GROUPED),
     "nemotron": ("NemotronForCausalLM", "NemotronConfig", _GROUPED),
-    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", _LLAMA | {"sliding_window": 8}),
+    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", _LLAMA | _WINDOW),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", _LLAMA | _EXPERTS),
     "openai-gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", _GPT2),
     "phi": ("PhiForCausalLM", "PhiConfig", _LLAMA),
@@ -145,8 +139,8 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "stablelm-parallel": ("StableLmForCausalLM", "StableLmConfig", _GROUPED | {
         "use_parallel_residual": True, "qk_layernorm": True,
     }),
-    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED | {"sliding_window": 8}),
-    "vaultgemma": ("VaultGemmaForCausalLM", "VaultGemmaConfig", _NARROW | {"sliding_window": 8}),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED | _WINDOW),
+    "vaultgemma": ("VaultGemmaForCausalLM", "VaultGemmaConfig", _NARROW | _WINDOW),
     "xglm": ("XGLMForCausalLM", "XGLMConfig", {
         "d_model": D, "attention_heads": HEADS, "num_layers": 2, "ffn_dim": 80, "vocab_size": VOCAB,
         "max_position_embeddings": CONTEXT,
@@ -184,9 +178,8 @@ def bridge_of(hf_model: Any) -> Any:
     """A TransformerBridge around that very model."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    return build_bridge_from_module(
-        hf_model, type(hf_model).__name__, hf_config=hf_model.config, tokenizer=None, model_name="tiny"
-    )
+    name = type(hf_model).__name__
+    return build_bridge_from_module(hf_model, name, hf_config=hf_model.config, tokenizer=None, model_name="tiny")
 
 
 def hooked_transformer(**options: Any) -> Any:
@@ -199,25 +192,19 @@ def hooked_transformer(**options: Any) -> Any:
 
     torch.manual_seed(0)
     settings = {
-        "n_layers": 2,
-        "d_model": D,
-        "n_heads": HEADS,
-        "d_head": 8,
-        "d_mlp": 80,
-        "d_vocab": VOCAB,
-        "n_ctx": CONTEXT,
-        "act_fn": "gelu",
-        "normalization_type": "LN",
-        "default_prepend_bos": False,
-        "device": "cpu",
-    }
-    model = HookedTransformer(HookedTransformerConfig(**(settings | options)))
+        "n_layers": 2, "d_model": D, "n_heads": HEADS, "d_head": 8, "d_mlp": 80, "d_vocab": VOCAB, "n_ctx": CONTEXT,
+        "act_fn": "gelu", "normalization_type": "LN", "default_prepend_bos": False, "device": "cpu",
+    }  # fmt: skip
+    return with_noise(HookedTransformer(HookedTransformerConfig(**(settings | options))))
+
+
+def with_noise(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The model itself, with random numbers in place of its parameters: gains near 1, all others near 0."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            is_gain = name.endswith(".w")
-            parameter.copy_(1 + 0.3 * noise if is_gain else 0.3 * noise)
+            noise = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=dtype)
+            parameter.copy_(1 + noise if name.endswith(".w") else noise)
     return model
 
 
@@ -234,28 +221,18 @@ def make_bridge(*given: Any, **more: Any) -> Any:
     return bridge_of(hugging_face(*given, **more))
 
 
-def fold(bridge: Any, *, centre: bool = False) -> Any:
-    """The bridge itself, folded in place."""
-    bridge.enable_compatibility_mode(
-        disable_warnings=True,
-        fold_ln=True,
-        center_writing_weights=centre,
-        center_unembed=False,
-        fold_value_biases=False,
-    )
-    return bridge
-
-
 def folded_in_place(model: Any, *, centre: bool = False) -> Any:
     """A HookedTransformer or a bridge, folded in place."""
     if hasattr(model, "enable_compatibility_mode"):
-        return fold(model, centre=centre)
+        what = {"fold_ln": True, "center_writing_weights": centre, "center_unembed": False, "fold_value_biases": False}
+        model.enable_compatibility_mode(disable_warnings=True, **what)
+        return model
     return process(model, fold_ln=True, center_writing_weights=centre)
 
 
 def make_folded(*given: Any, centre: bool = False, **more: Any) -> Any:
     """A bridge in compatibility mode."""
-    return fold(make_bridge(*given, **more), centre=centre)
+    return folded_in_place(make_bridge(*given, **more), centre=centre)
 
 
 def make_twins(*given: Any) -> tuple[Any, Any, dict[int, str]]:

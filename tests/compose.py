@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from architectures import VOCAB, bridge_of, hooked_transformer, hugging_face
+from architectures import VOCAB, hooked_transformer, make_bridge, with_noise
 from torch import Tensor
 
 from ln_probe.analyses.lab.transformer import LabConfig
@@ -106,20 +106,16 @@ def change(value: Tensor) -> Tensor:
     return value * 1.5 + 0.25
 
 
+Run = Callable[[Any], Tensor]
+
+
 def logits(model: Any) -> Tensor:
     result: Tensor = model(TOKENS)
     return result
 
 
 def by_hand(
-    model: Any,
-    site: Norm,
-    formula: Formula,
-    sigma: Tensor,
-    point: str,
-    mode: str,
-    every: list[Norm],
-    run: Callable[[Any], Tensor] = logits,
+    model: Any, site: Norm, formula: Formula, sigma: Tensor, point: str, mode: str, every: list[Norm], run: Run = logits
 ) -> Trace:
     """The run of the model whose norm is a plain function, with the user's function written into it.
 
@@ -176,9 +172,8 @@ def by_hand(
             if formula.readers == "keys":
                 return other.reshape(given.shape)
             some = {head * heads // int(model.cfg.n_heads) for head in some_heads(model)}
-            return torch.where(torch.tensor([h in some for h in range(heads)])[:, None], other, own).reshape(
-                given.shape
-            )
+            chosen = torch.tensor([head in some for head in range(heads)])[:, None]
+            return torch.where(chosen, other, own).reshape(given.shape)
 
         return forward
 
@@ -266,7 +261,7 @@ def close(a: Tensor, b: Tensor, same: float) -> bool:
 
 def bridge(architecture: str) -> Any:
     """A bridge around a model of an architecture, in float64."""
-    return bridge_of(hugging_face(architecture).double().eval())
+    return make_bridge(architecture, torch.float64)
 
 
 def hooked() -> Any:
@@ -283,23 +278,16 @@ def lab(world: World = "bridge") -> Any:
         return None
     torch.manual_seed(0)
     shape = LabConfig(n_layers=2, d_model=32, n_heads=4, d_vocab=VOCAB, n_ctx=32, norm="scaling_only", tied=False)
-    model = shape.build().double()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(1 + noise if name.endswith(".w") else noise)
+    model = with_noise(shape.build().double(), torch.float64)
     return into_transformer_lens(model, replace(source_of(model), dtype="float64"), world)
 
 
 def cases(site: Norm) -> Iterator[tuple[str, str, str, str]]:
     """Every (edit, point, mode, order) that can be asked of a norm."""
     there = dict(site.module.named_children())
-    for case in itertools.product(EDITS, POINTS, MODES, ORDERS):
-        name, point, _mode, _ = case
-        if point not in there or (site.kind != "layernorm" and "projection" in name):
-            continue
-        yield case
+    for name, point, mode, order in itertools.product(EDITS, POINTS, MODES, ORDERS):
+        if point in there and (site.kind == "layernorm" or "projection" not in name):
+            yield name, point, mode, order
 
 
 def tolerance(name: str) -> float:

@@ -13,14 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-_BENCH = Path(__file__).parents[2] / "bench" / "families.py"
-_spec = importlib.util.spec_from_file_location("bench_families", _BENCH)
+_spec = importlib.util.spec_from_file_location("bench_families", Path(__file__).parents[2] / "bench" / "families.py")
 bench = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(bench)
 
 TAU = 1e-7
-
-
 Keys = np.ndarray
 Rng = np.random.Generator
 
@@ -61,14 +58,6 @@ def layernormed32(rng: Rng, n: int, d: int) -> Keys:
     x = rng.standard_normal((n, max(d, 2))).astype(np.float32)
     x -= x.mean(1, keepdims=True)
     return x / np.sqrt((x * x).mean(1, keepdims=True))
-
-
-def log_uniform(rng: Rng, n: int, d: int) -> Keys:
-    return unit(rng, n, d) * 10.0 ** rng.uniform(-4, 4, (n, 1))
-
-
-def lognormal_4(rng: Rng, n: int, d: int) -> Keys:
-    return rng.standard_normal((n, d)) * rng.lognormal(0, 4, (n, 1))
 
 
 def far_clusters(rng: Rng, n: int, d: int) -> Keys:
@@ -112,21 +101,12 @@ def rank_deficient(rng: Rng, n: int, d: int) -> Keys:
     return rng.standard_normal((n, rank)) @ rng.standard_normal((rank, d))
 
 
-def huge_offset(rng: Rng, n: int, d: int) -> Keys:
-    return rng.standard_normal((n, d)) + 10.0 ** rng.uniform(8, 10) * unit(rng, 1, d)
-
-
 def facet_points(rng: Rng, n: int, d: int) -> Keys:
     """Half the keys in the plane of d of the others up to rounding, some a few tau beside it."""
     corners = rng.standard_normal((n - n // 2, d))
     inside = rng.dirichlet(np.ones(min(d, len(corners))), n // 2) @ corners[:d]
     shift = rng.choice([0.0, 0.3, 1.5, 5.0], (n // 2, 1)) * TAU * rms(corners)
     return np.concatenate([corners, inside + shift * unit(rng, n // 2, d)])
-
-
-def twice(rng: Rng, n: int, d: int) -> Keys:
-    half = rng.standard_normal((n // 2, d))
-    return np.concatenate([half, half])
 
 
 def conditioned(rng: Rng, d: int, condition: float) -> np.ndarray:
@@ -139,13 +119,6 @@ def plain(family: Callable[[Rng, int, int], Keys]) -> Family:
     return lambda rng, n, d: Case(np.asarray(family(rng, n, d), np.float64))
 
 
-def with_bias(family: Callable[[Rng, int, int], Keys], size: float = 1.0) -> Family:
-    def make(rng: Rng, n: int, d: int) -> Case:
-        return Case(family(rng, n, d), size * rng.standard_normal(n))
-
-    return make
-
-
 def linear_bias(rng: Rng, n: int, d: int) -> Case:
     """A bias whose linear part, which changes nothing, is up to 10⁶ times the rest."""
     keys = rng.standard_normal((n, d))
@@ -154,11 +127,8 @@ def linear_bias(rng: Rng, n: int, d: int) -> Case:
 
 def through_queries(rng: Rng, n: int, d: int) -> Case:
     """Measured through an ellipsoid that is off its centre."""
-    return Case(
-        rng.standard_normal((n, d)) * rng.lognormal(0, 1, (n, 1)),
-        None,
-        (3 * rng.standard_normal(d), rng.standard_normal((d, d)) * 10.0 ** rng.uniform(-3, 3)),
-    )
+    keys = rng.standard_normal((n, d)) * rng.lognormal(0, 1, (n, 1))
+    return Case(keys, None, (3 * rng.standard_normal(d), rng.standard_normal((d, d)) * 10.0 ** rng.uniform(-3, 3)))
 
 
 def through_fewer_axes(rng: Rng, n: int, d: int) -> Case:
@@ -182,20 +152,21 @@ FAMILIES: dict[str, Family] = {
     **{
         f"pairs about 1e-{k} apart": plain(lambda rng, n, d, k=k: pairs(rng, n // 2, d, 10.0**-k)) for k in (3, 6, 7, 8)
     },
-    "everything twice": plain(twice),
+    "everything twice": plain(lambda rng, n, d: np.tile(rng.standard_normal((n // 2, d)), (2, 1))),
     "low rank, t(2)": plain(lambda rng, n, d: rng.standard_t(2, (n, d)) * np.exp(-np.arange(d) / 3)),
-    "normal, with a bias": with_bias(bench.normal),
-    # The new ones.
+    "normal, with a bias": lambda rng, n, d: Case(bench.normal(rng, n, d), rng.standard_normal(n)),
     "float32 LayerNorm'd": plain(layernormed32),
-    "norms log-uniform over 8 decades": plain(log_uniform),
-    "norms × lognormal(4)": plain(lognormal_4),
+    "norms log-uniform over 8 decades": plain(lambda rng, n, d: unit(rng, n, d) * 10.0 ** rng.uniform(-4, 4, (n, 1))),
+    "norms × lognormal(4)": plain(lambda rng, n, d: rng.standard_normal((n, d)) * rng.lognormal(0, 4, (n, 1))),
     "clusters up to 1e8 apart": plain(far_clusters),
     "sink, clusters, heavy tails": plain(attention_like),
     "copies 0.3 to 3 tau apart": plain(near_copies),
     "chains of near-equal keys": plain(chains),
     "lattice": plain(lattice),
     "rank-deficient": plain(rank_deficient),
-    "offset 1e8 to 1e10": plain(huge_offset),
+    "offset 1e8 to 1e10": plain(
+        lambda rng, n, d: rng.standard_normal((n, d)) + 10.0 ** rng.uniform(8, 10) * unit(rng, 1, d)
+    ),
     "on a facet, and a few tau beside it": plain(facet_points),
     "bias with a large linear part": linear_bias,
     "lattice, with a bias": lambda rng, n, d: Case(lattice(rng, n, d), rng.integers(-1, 2, n).astype(float)),
@@ -208,24 +179,22 @@ FAMILIES: dict[str, Family] = {
 def adversarial(rng: Rng) -> Iterator[tuple[str, Keys, list[str]]]:
     """Name, keys, and the verdicts that follow from the construction and tau = 1e-7."""
     for d in (3, 8, 32):
+        cross = np.concatenate([np.eye(d), -np.eye(d)])  # the vertices of the cross-polytope
         for exponent in (3, 4, 5, 6, 8, 9):
             # A vertex of the cross-polytope and a copy, moved along the plane that touches it there: both are
             # vertices, a third of the step apart from the hull, unless the step is below tau.
-            corners = np.concatenate([np.eye(d), -np.eye(d)])
             step = rng.standard_normal(d)
             step[0] = 0.0
-            copy = corners[0] + 10.0**-exponent * step / np.linalg.norm(step)
+            copy = cross[0] + 10.0**-exponent * step / np.linalg.norm(step)
             twin = "duplicate" if exponent >= 8 else "selectable"
             expected = [twin] + ["selectable"] * (2 * d - 1) + [twin]
-            yield f"near-duplicates at 1e-{exponent}", np.concatenate([corners, copy[None]]), expected
+            yield f"near-duplicates at 1e-{exponent}", np.concatenate([cross, copy[None]]), expected
         # A point on a facet of the cross-polytope, a little outside or inside.
         for sign, verdict in ((1, "selectable"), (-1, "unselectable"), (0, "unselectable")):
-            corners = np.concatenate([np.eye(d), -np.eye(d)])
             facet = rng.dirichlet(np.full(d, 10.0)) @ np.eye(d)
             point = facet + sign * 1e-6 * np.ones(d) / np.sqrt(d)
-            keys = np.concatenate([corners, point[None]])
             name = f"1e-6 {'outside' if sign > 0 else 'inside' if sign < 0 else 'times 0 off'} a facet"
-            yield name, keys, ["selectable"] * (2 * d) + [verdict]
+            yield name, np.concatenate([cross, point[None]]), ["selectable"] * (2 * d) + [verdict]
         place = rng.permutation(np.arange(50.0))
         ends = ["selectable" if p in (0.0, 49.0) else "unselectable" for p in place]
         yield "a line", place[:, None] * rng.standard_normal(d) + 3, ends
@@ -233,10 +202,8 @@ def adversarial(rng: Rng) -> Iterator[tuple[str, Keys, list[str]]]:
         far = np.concatenate([rng.standard_normal((20, d)), rng.standard_normal((20, d)) + 1e10])
         yield "two clusters 1e10 apart", far, ["duplicate"] * 40
         # Nearer, clusters keep their vertices: a cross-polytope each, one key in the middle of each.
-        one = np.concatenate([np.eye(d), -np.eye(d), np.zeros((1, d))])
-        shift = np.zeros(d)
-        shift[0] = 1e3
-        both = np.concatenate([one, one + shift])
+        one = np.concatenate([cross, np.zeros((1, d))])
+        both = np.concatenate([one, one + 1e3 * np.eye(d)[0]])
         expected = ["selectable"] * (2 * d) + ["unselectable"]
         inner = expected.copy(), expected.copy()
         inner[0][0] = "unselectable"  # the corners that face the other cluster lie between the two

@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-# A share of tau that float64 may add to a residual or take from a gap that was compared with it.
-SLACK = Fraction(1, 1000)
-# Which keys are within tau of each other is left open this near to it.
-NEAR = Fraction(1, 10**5)
+SLACK = Fraction(1, 1000)  # the share of tau that float64 may add to a residual or take from a gap compared with it
+NEAR = Fraction(1, 10**5)  # which keys are within tau of each other is left open this near to it
 
 
 def whole(values: np.ndarray) -> tuple[np.ndarray, int]:

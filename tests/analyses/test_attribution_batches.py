@@ -106,9 +106,8 @@ class WithErrorTerm(WithSkip):
 def test_features_write_what_their_dictionary_decodes(kind: type[Dictionary]) -> None:
     model, name = make_bridge("gpt2", torch.float64), "blocks.1.hook_resid_post"
     _, cache = model.run_with_cache(TOKENS[None])
-    sae, final = kind(name), find_norms(model)[-1]
+    sae, final, x = kind(name), find_norms(model)[-1], cache[name]
     found = attribute_logits(model, TOKENS, -1, 3, features=replace(Features.of(sae, cache), top=50)).check()
-    x = cache[name]
     active = sae.encode(x)
 
     def read(written: Tensor) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +51,8 @@ QUICK = ("hooked", "gpt2 folded", "olmo2", "gpt-oss", "gemma2")
 FORMS = cases(*QUICK, slow=[name for name in WHOLE if name not in QUICK])
 ONLY_FLOAT32 = ("gpt-oss", "lm-layernorm", "mgm", "capp")  # its experts, or a checkpoint that is float32
 FLOAT32, FLOAT64 = torch.float32, torch.float64
+Form = Callable[[str, torch.dtype], Any]
+PROCESSED = ("neox", "llama", "qwen3", "opt", "gemma", "gemma2", "olmo2", "bloom")
 STATES = ("", " uncentred", " folded")  # " uncentred": folded, with weights that write not centred
 # Hugging Face's RMSNorms compute in float32 in a float64 model, HookedTransformer's do not.
 ADDED_UP = cases(
@@ -59,11 +60,7 @@ ADDED_UP = cases(
     *((arch, FLOAT64) for arch in ("neox folded", "opt", "bloom folded")),
     *((name, FLOAT64) for name in (*HOOKED, *LAB)),
     *((name + state, FLOAT64) for name in LAYERNORM for state in STATES[1:]),
-    slow=[
-        (arch + state, FLOAT32)
-        for arch in ("neox", "llama", "qwen3", "opt", "gemma", "gemma2", "olmo2", "bloom")
-        for state in STATES
-    ],
+    slow=[(arch + state, FLOAT32) for arch in PROCESSED for state in STATES],
 )
 REBUILT = cases(
     *((name, FLOAT32, 1e-5) for name in ("gpt2", "llama", "gpt2 folded", "llama folded")),
@@ -75,7 +72,7 @@ REBUILT = cases(
 
 
 @pytest.fixture
-def form(request: Any) -> Callable[[str, torch.dtype], Any]:
+def form(request: Any) -> Form:
     def made(name: str, dtype: torch.dtype) -> Any:
         state = next((end for end in STATES[1:] if name.endswith(end)), "")
         base, centre = name.removesuffix(state), state == " folded"
@@ -85,8 +82,7 @@ def form(request: Any) -> Callable[[str, torch.dtype], Any]:
                 model.process_weights_(fold_ln=True, center_writing_weights=centre, center_unembed=False)
             return model
         if base in ("mgm", "capp"):
-            path: Path = request.getfixturevalue(base)
-            return ln_probe.load_model(path, allow_pickle=True)
+            return ln_probe.load_model(request.getfixturevalue(base), allow_pickle=True)
         if base in LAB:
             return lab(**LAB[base]).to(dtype)
         if base == "lm-layernorm":
@@ -97,19 +93,17 @@ def form(request: Any) -> Callable[[str, torch.dtype], Any]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), ADDED_UP)
-def test_parts_add_up_to_the_logit(name: str, dtype: torch.dtype, form: Callable[[str, torch.dtype], Any]) -> None:
+def test_parts_add_up_to_the_logit(name: str, dtype: torch.dtype, form: Form) -> None:
     assert_adds_up(form(name, dtype), 1e-5 if dtype == FLOAT32 else 1e-10)
 
 
 @pytest.mark.parametrize(("name", "dtype", "bound"), REBUILT)
-def test_pairs_add_up_to_the_score(
-    name: str, dtype: torch.dtype, bound: float, form: Callable[[str, torch.dtype], Any]
-) -> None:
+def test_pairs_add_up_to_the_score(name: str, dtype: torch.dtype, bound: float, form: Form) -> None:
     assert_rebuilt(form(name, dtype), bound)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_sums_and_batches(name: str, form: Callable[[str, torch.dtype], Any]) -> None:
+def test_sums_and_batches(name: str, form: Form) -> None:
     dtype = FLOAT32 if name in ONLY_FLOAT32 else FLOAT64
     model = form(name, dtype)
     logits = attribute_logits(model, RAGGED, against="mean").check()
@@ -127,8 +121,7 @@ def test_sums_and_batches(name: str, form: Callable[[str, torch.dtype], Any]) ->
         for b, row in enumerate(RAGGED):
             q, k = len(row) - 2, 1
             one = attribute_scores(model, row, 1, 2, q, k, against).check()
-            at = k if keys is None and queries is not None else q
-            there = (b, q, k) if queries is None and keys is None else (b, at)
+            there = {(-2, None): (b, k), (None, 1): (b, q), (None, None): (b, q, k)}[queries, keys]
             assert float(scores.total[there]) == pytest.approx(one.total, abs=1e-6 * one.scale)
             assert float(scores.own[there]) == pytest.approx(one.own, abs=1e-6 * one.scale)
             alone = one.table[one.table["side"] == "key"]["contribution"].to_numpy()
@@ -142,8 +135,7 @@ def test_sums_and_batches(name: str, form: Callable[[str, torch.dtype], Any]) ->
         assert scores.error <= 1e-10 or scores.bound > 1e-6
     if not logits.soft_cap:
         for b, row in enumerate(RAGGED):
-            with torch.no_grad():
-                own = model(row[None])[0].double()
+            own = model(row[None])[0].detach().double()
             expected = own[range(len(row) - 1), row[1:]] - own[:-1].mean(1)
             off = (logits.total[b, : len(row) - 1] - expected).abs() / own[:-1].abs().amax(1)
             assert float(off.max()) <= 1e-5

@@ -15,7 +15,7 @@ from small_models import lab
 from ln_probe.analyses.attribution.logits import TERMS, attribute_logits, logit_lens
 from ln_probe.analyses.attribution.scores import attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
-from ln_probe.hooks.components import Part, SplitError
+from ln_probe.hooks.components import SplitError
 
 pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")]
 
@@ -113,9 +113,8 @@ def test_what_cannot_be_attributed() -> None:
 def test_another_map_after_the_final_norm_is_noticed() -> None:
     model = make_bridge("gpt2")
     model.unembed.register_forward_hook(lambda _m, _a, out: 1.1 * out)
-    found = attribute_logits(model, TOKENS, -1)
     with pytest.raises(AttributionError, match="add up"):
-        found.check()
+        attribute_logits(model, TOKENS, -1).check()
 
 
 def test_half_precision_says_its_bound() -> None:
@@ -167,12 +166,12 @@ def test_every_row_of_the_logits_table(gpt2: Any) -> None:
         x = cache["blocks.1.hook_resid_post"][0]
         assert result.sigma[b, : len(ids)].tolist() == pytest.approx((x.var(-1, correction=0) + 1e-5).sqrt().tolist())
     largest = result.top(4)
-    values = np.abs(result.values.flatten(1).numpy())
-    order = np.argsort(-np.nanmean(values, axis=1), kind="stable")[:4]
+    values = result.values.flatten(1).numpy()
+    sizes = np.nanmean(np.abs(values), axis=1)
+    order = np.argsort(-sizes, kind="stable")[:4]
     assert list(largest["part"]) == [result.components[i].name for i in order]
-    assert largest["mean_abs"].to_numpy() == pytest.approx(np.nanmean(values, axis=1)[order])
-    means = np.nanmean(result.values.flatten(1).numpy(), axis=1)
-    assert largest["mean"].to_numpy() == pytest.approx(means[order])
+    assert largest["mean_abs"].to_numpy() == pytest.approx(sizes[order])
+    assert largest["mean"].to_numpy() == pytest.approx(np.nanmean(values, axis=1)[order])
     wrong = result.own.clone()
     wrong[2, 5] += 1.0
     with pytest.raises(AttributionError, match="position 5 of prompt 2"):
@@ -239,15 +238,3 @@ def test_caps_and_factors_that_the_logits_show(real: bool) -> None:
     torch.testing.assert_close(lens.values[-1, 0, :, 3], 3.0 * (expected / 3.0).tanh() if real else expected)
     cached = attribute_logits(model, model.run_with_cache(TOKENS[None])[1], target=3)
     torch.testing.assert_close(cached.total[0], 0.5 * plain[:, 3].double(), rtol=1e-6, atol=1e-6)
-
-
-PARTS = [
-    (-1, Part("embed", "embedding")), (-1, Part("pos_embed", "position")), (1, Part("L0H1", "head", 0, 1)),
-    (1, Part("L0 b_O", "bias", 0)), (1, Part("blocks.0.ln1_post bias", "norm bias", 0)), (3, Part("L0 mlp", "mlp", 0)),
-    (3, Part("L0 b_out", "bias", 0)), (3, Part("blocks.0.ln2_post bias", "norm bias", 0)),
-    (0, Part("L0 resid_pre feature 3", "feature", 0)), (2, Part("L0 resid_mid skip", "skip", 0)),
-    (1, Part("L0 attn_out decoder bias", "decoder bias", 0)), (4, Part("L0 resid_post other features", "feature", 0)),
-    (4, Part("L1 resid_pre reconstruction error", "error", 1)), (5, Part("L1H0", "head", 1, 0)),
-    (7, Part("L1 mlp", "mlp", 1)), (8, Part("L1 resid_post feature 0", "feature", 1)),
-]  # fmt: skip
-POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")

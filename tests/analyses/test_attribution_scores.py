@@ -54,10 +54,9 @@ def test_terms_are_what_goes_with_them(arch: str) -> None:
 
 def test_parts_are_exact_whatever_the_width() -> None:
     """1/d in float64: in float32 it is exact for powers of two alone."""
-    model = make_hooked(d_model=24, n_heads=3, dtype=torch.float64)
-    found = attribute_scores(model, torch.arange(1, 21), 1, 0, query=12, key=5)
-    found.check()
-    _, cache = model.run_with_cache(torch.arange(1, 21)[None])
+    model, tokens = make_hooked(d_model=24, n_heads=3, dtype=torch.float64), torch.arange(1, 21)
+    found = attribute_scores(model, tokens, 1, 0, query=12, key=5).check()
+    _, cache = model.run_with_cache(tokens[None])
     assert found.total == pytest.approx(float(cache["blocks.1.attn.hook_attn_scores"][0, 0, 12, 5]), rel=1e-12)
 
 

@@ -22,8 +22,7 @@ from ln_probe.analyses.geometry.decide import WEIGHT_GAP, solve_sets
 from ln_probe.analyses.geometry.keys import query_sets
 from ln_probe.hooks.attention import Heads, Rotary
 
-# What the references may lose to rounding, relative to the largest score.
-ROUNDING = 1e-9
+ROUNDING = 1e-9  # of the references, relative to the largest score
 
 
 def wrong_margins(case: Case, keys: Iterable[int], **options: Any) -> list[str]:
@@ -82,11 +81,10 @@ def test_margins_under_axes_that_are_zero() -> None:
     keys = np.random.default_rng(8).standard_normal((30, 4))
     geometry = ln_probe.key_geometry(keys, query_set=(np.ones(4), np.zeros((4, 2))))
     geometry.certify()
-    order = np.sort(keys.sum(axis=1))
-    best = int(keys.sum(axis=1).argmax())
+    order, best = np.sort(keys.sum(axis=1)), keys.sum(axis=1).argmax()
     # The one query of the set puts the key with the largest sum on top; its lead is its margin.
-    assert geometry.margin_lower[best] <= order[-1] - order[-2] + 1e-12
-    assert geometry.margin_upper[best] >= order[-1] - order[-2] - 1e-12
+    lead = order[-1] - order[-2]
+    assert geometry.margin_lower[best] - 1e-12 <= lead <= geometry.margin_upper[best] + 1e-12
     assert (np.delete(geometry.margin_upper, best) <= 0.0).all()
 
 
@@ -132,8 +130,7 @@ def test_axes_that_lack_directions_and_axes_of_no_length():
 
 
 def test_exponentials_are_exact_to_about_an_ulp() -> None:
-    values, room = np.linspace(-720.0, 3.0, 2001), np.empty(2001)
-    powers = np.empty(2001)
+    values, room, powers = np.linspace(-720.0, 3.0, 2001), np.empty(2001), np.empty(2001)
     total = exponentials.py_func(values, 3.0, room, room.view(np.int64), powers)
     np.testing.assert_allclose(powers, np.exp(values - 3.0), rtol=5e-16, atol=1e-304)
     assert total == pytest.approx(powers.sum(), rel=1e-14)
@@ -189,9 +186,7 @@ def matrix_at(table: Rotary, position: int) -> np.ndarray:
 @pytest.mark.parametrize("position", [None, 0, 5])
 def test_a_query_of_a_norm_output_is_in_the_ellipsoid(position: int | None) -> None:
     site = norm_of(d_model=D, n_heads=1, n_ctx=64)
-    heads = heads_of(1)
-    if position is not None:
-        heads = replace(heads, rotary=rotary(8))
+    heads = replace(heads_of(1), rotary=None if position is None else rotary(8))
     gain, bias = site.gain.double().numpy(), site.bias.double().numpy()
     turn = np.eye(D_HEAD) if position is None else matrix_at(heads.rotary, position)
     for _ in range(2):  # computed, and as it is known

@@ -10,18 +10,7 @@ from geometry_families import FAMILIES, Case, conditioned
 
 import ln_probe
 from ln_probe.analyses.geometry import decide
-from ln_probe.analyses.geometry.keys import (
-    centre,
-    judge,
-    level_queries,
-    query_sets,
-    see,
-    whiten,
-    whiten_carefully,
-    whiten_flat,
-)
-
-PLAIN = [name for name in FAMILIES if "bias" not in name and "quer" not in name]
+from ln_probe.analyses.geometry import keys as key_sets
 
 
 def case_of(name: str) -> Case:
@@ -61,8 +50,7 @@ def test_a_constant_added_to_every_bias_changes_nothing():
     here, there = geometry_of(Case(keys, bias)), geometry_of(Case(keys, bias + 1e14))
     assert (here.verdict == there.verdict).all()
     for i in np.flatnonzero(there.verdict == "selectable"):
-        scores = keys @ there.witness(int(i)) + bias
-        assert scores.argmax() == i
+        assert (keys @ there.witness(int(i)) + bias).argmax() == i
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -70,12 +58,9 @@ def test_a_copy_of_every_key_makes_duplicates(name):
     case = case_of(name)
     here = geometry_of(case)
     bias = None if case.bias is None else np.concatenate([case.bias, case.bias])
-    twice = Case(np.concatenate([case.keys, case.keys]), bias, case.query_set)
-    there = geometry_of(twice)
-    number = len(case.keys)
+    there = geometry_of(Case(np.concatenate([case.keys, case.keys]), bias, case.query_set))
     expected = np.where(here.verdict == "selectable", "duplicate", here.verdict)
-    assert (there.verdict[:number] == expected).all()
-    assert (there.verdict[number:] == expected).all()
+    assert (there.verdict == np.concatenate([expected, expected])).all()
     assert (there.representative == np.concatenate([here.representative, here.representative])).all()
     assert not (there.margin_lower > 0).any()
 
@@ -107,10 +92,7 @@ def test_bytes_do_not_depend_on_memory_or_threads():
     assert len(seen) == 1
 
 
-Keys = np.ndarray
-
-
-def keys_of(kind: str, rng: np.random.Generator, n: int = 30, d: int = 5) -> Keys:
+def keys_of(kind: str, rng: np.random.Generator, n: int = 30, d: int = 5) -> np.ndarray:
     keys = rng.standard_normal((n, d)) * np.geomspace(1.0, 30.0, d)
     if kind == "flat":
         keys[:, 1] = keys[:, 0] + keys[:, 2]
@@ -125,14 +107,15 @@ def test_white_keys_have_one_length_along_every_direction(kind: str, biased: boo
     for seed in range(4):
         rng = np.random.default_rng(seed)
         keys = keys_of(kind, rng)
-        rows = judge(*centre(keys[None]), rng.standard_normal((1, len(keys))) if biased else None, None).rows
+        bias = rng.standard_normal((1, len(keys))) if biased else None
+        rows = key_sets.judge(*key_sets.centre(keys[None]), bias, None).rows
         values = np.linalg.svd(rows[0], compute_uv=False) / np.sqrt(len(keys))
-        ways = [whiten(rows, biased), whiten_carefully(rows[0], biased)]
+        ways = [key_sets.whiten(rows, biased), key_sets.whiten_carefully(rows[0], biased)]
         if kind == "flat" and not biased:
-            flat = whiten_flat(rows[0], biased)
+            flat = key_sets.whiten_flat(rows[0], biased)
             assert flat.thinnest[0] == pytest.approx(values[values > 1e-9].min())
             ways.append(flat)
-        assert not biased or whiten_flat(rows[0], biased) is None
+        assert not biased or key_sets.whiten_flat(rows[0], biased) is None
         for white in ways:
             rank = min(int((values > 1e-9).sum()), len(keys) - 1)
             assert white.rows.shape == (1, len(keys), rank)
@@ -155,19 +138,18 @@ def test_the_query_under_which_all_keys_score_alike() -> None:
         inside = 0.5 * rng.standard_normal(axes.shape[1])
         inside /= max(1.0, 1.1 * np.linalg.norm(inside))
         for center, known in ((-axes @ inside, True), (100.0 * np.ones(4), False), (np.zeros(4), True)):
-            sets = query_sets((center, axes), 1, 4)
-            points, _ = centre(keys[None])
-            seen = see(points, None, sets)
-            level, found = level_queries(seen, sets, None)
+            sets = key_sets.query_sets((center, axes), 1, 4)
+            points, _ = key_sets.centre(keys[None])
+            level, found = key_sets.level_queries(key_sets.see(points, None, sets), sets, None)
             assert bool(found[0]) == known
             if known:
                 scores = keys @ (sets[0].center + sets[0].axes @ level[0])
                 assert np.ptp(scores) <= 1e-9
                 assert np.linalg.norm(level[0]) <= 1.0
         bias = points[0] @ axes @ inside  # what the queries can take away
-        sets = query_sets((np.zeros(4), axes), 1, 4)
-        seen = see(points, bias[None], sets)
-        level, found = level_queries(seen, sets, bias[None])
+        sets = key_sets.query_sets((np.zeros(4), axes), 1, 4)
+        seen = key_sets.see(points, bias[None], sets)
+        level, found = key_sets.level_queries(seen, sets, bias[None])
         assert found[0]
         assert np.ptp(seen.rows[0] @ level[0] + seen.offset[0]) <= 1e-9
 
@@ -203,9 +185,8 @@ def test_one_query_alone(size: float, biased: bool) -> None:
         axes = np.zeros((len(center), int(rng.integers(0, 3))))
         geometry = ln_probe.key_geometry(keys, bias, (center, axes))
         scores = exactly(keys) @ exactly(center) + (0 if bias is None else exactly(bias))
-        steps = np.array(
-            [Exact(1) * s.numerator / Exact(s.denominator) if s else Exact(0) for s in scores - scores.max()]
-        )
+        steps = scores - scores.max()
+        steps = np.array([Exact(1) * s.numerator / Exact(s.denominator) if s else Exact(0) for s in steps])
         weights = np.exp(steps) / np.exp(steps).sum()
         largest = float(max(abs(scores)))
         for i in range(n):
@@ -229,11 +210,10 @@ def test_two_keys_and_their_copies() -> None:
         lead = Exact(float(exactly(center) @ step + Fraction(bias[0]) - Fraction(bias[1])))
         reach = np.sqrt((along * along).sum())
         geometry = ln_probe.key_geometry(pair, bias, (center, axes))
-        room = 1e-13 * (size + 100)
         for i, best in enumerate((reach + lead, reach - lead)):
             assert geometry.margin_lower[i] <= best + 1e-16 * abs(best)
             assert geometry.margin_upper[i] >= best - 1e-16 * abs(best)
-            assert geometry.margin_upper[i] - geometry.margin_lower[i] <= room
+            assert geometry.margin_upper[i] - geometry.margin_lower[i] <= 1e-13 * (size + 100)
         many = rng.integers(1, 30, 2)
         which = np.repeat([0, 1], many)
         geometry = ln_probe.key_geometry(pair[which], bias[which], (center, axes))

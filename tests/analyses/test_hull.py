@@ -11,11 +11,6 @@ import ln_probe
 from ln_probe.analyses.geometry.check import CertificateError
 
 
-def normalized(x):
-    x = x - x.mean(-1, keepdims=True)
-    return x / np.sqrt((x * x).mean(-1, keepdims=True))
-
-
 def circle(n):
     angle = 2 * np.pi * np.arange(n) / n
     return np.stack([np.cos(angle), np.sin(angle)], axis=1)
@@ -78,19 +73,12 @@ def test_keys_that_are_all_equal(value):
     geometry.certify()
 
 
-@pytest.mark.parametrize(
-    ("beside", "offset", "verdict"),
-    [
-        ("an edge", 1e-3, "selectable"),
-        ("an edge", 1e-6, "selectable"),
-        ("an edge", 1e-9, "unselectable"),
-        ("an edge", -1e-6, "unselectable"),
-        ("a corner", 1e-3, "selectable"),
-        ("a corner", 1e-6, "selectable"),
-        ("a corner", 1e-8, "duplicate"),
-        ("a corner", 1e-9, "duplicate"),
-    ],
-)
+@pytest.mark.parametrize(("beside", "offset", "verdict"), [
+    ("an edge", 1e-3, "selectable"), ("an edge", 1e-6, "selectable"),
+    ("an edge", 1e-9, "unselectable"), ("an edge", -1e-6, "unselectable"),
+    ("a corner", 1e-3, "selectable"), ("a corner", 1e-6, "selectable"),
+    ("a corner", 1e-8, "duplicate"), ("a corner", 1e-9, "duplicate"),
+])  # fmt: skip
 def test_tolerance_decides_between_near_points(beside, offset, verdict):
     # Of a close pair at a corner, the outer one hides the inner one, unless they count as one.
     square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
@@ -104,31 +92,27 @@ def test_tolerance_decides_between_near_points(beside, offset, verdict):
 def test_a_batch_is_its_sets_one_by_one_at_any_number_of_threads():
     rng = np.random.default_rng(0)
     keys, bias = rng.standard_normal((5, 50, 4)), rng.standard_normal((5, 50))
-    one = ln_probe.key_geometry(keys, bias=bias, query_set=1.0, threads=1)
-    two = ln_probe.key_geometry(keys, bias=bias, query_set=1.0, threads=2)
+    one, two = (ln_probe.key_geometry(keys, bias=bias, query_set=1.0, threads=threads) for threads in (1, 2))
     for b in range(5):
         alone = ln_probe.key_geometry(keys[b], bias=bias[b], query_set=1.0)
         for name in ("verdict", "margin_lower", "margin_upper", "attainable", "representative"):
-            assert (getattr(one, name)[b] == getattr(alone, name)).all()
-            assert (getattr(two, name)[b] == getattr(alone, name)).all()
-        inside = np.flatnonzero(alone.verdict == "unselectable")
-        assert (two.weights(b, inside[0]) == alone.weights(inside[0])).all()
-        assert (two.weights((b, inside[0])) == alone.weights(inside[0])).all()
+            for batch in (one, two):
+                assert (getattr(batch, name)[b] == getattr(alone, name)).all()
+        inside = np.flatnonzero(alone.verdict == "unselectable")[0]
+        assert (two.weights(b, inside) == alone.weights(inside)).all()
+        assert (two.weights((b, inside)) == alone.weights(inside)).all()
     two.certify()
 
 
-@pytest.mark.parametrize(
-    ("part", "array", "key", "change", "word"),
-    [
-        ("verdicts", "query", 3, lambda v: -v, "query"),
-        ("verdicts", "value", 8, lambda v: np.arange(len(v), dtype=float), "weights"),
-        ("verdicts", "first", 5, lambda v: 4, "differ"),
-        ("margins", "upper", 2, lambda v: v / 2, "margin_upper"),
-        ("margins", "lower", 2, lambda v: v * 1.1, "margin_lower"),
-        ("attention", "lower", 4, lambda v: v + 0.02, "attention"),
-        ("attention", "upper", 4, lambda v: v - 0.02, "attention"),
-    ],
-)
+@pytest.mark.parametrize(("part", "array", "key", "change", "word"), [
+    ("verdicts", "query", 3, lambda v: -v, "query"),
+    ("verdicts", "value", 8, lambda v: np.arange(len(v), dtype=float), "weights"),
+    ("verdicts", "first", 5, lambda v: 4, "differ"),
+    ("margins", "upper", 2, lambda v: v / 2, "margin_upper"),
+    ("margins", "lower", 2, lambda v: v * 1.1, "margin_lower"),
+    ("attention", "lower", 4, lambda v: v + 0.02, "attention"),
+    ("attention", "upper", 4, lambda v: v - 0.02, "attention"),
+])  # fmt: skip
 def test_a_certificate_that_does_not_hold_is_found(part, array, key, change, word):
     query_set = 2.0 if part == "attention" else None
     geometry = ln_probe.key_geometry(np.concatenate([circle(8), [[0.1, -0.2]]]), query_set=query_set)

@@ -94,9 +94,8 @@ def test_taggers_by_definition() -> None:
 def test_runs_that_cannot_go_on(tmp_path: Path, prose: Path) -> None:
     task, out = TextTask([prose], 280, 8), tmp_path / "run"
     train(task, SHAPE, SHORT, out, progress=False)
-    weights = bytearray((out / "model.safetensors").read_bytes())
-    weights[-4:] = np.array([math.nan], np.float32).tobytes()
-    (out / "model.safetensors").write_bytes(bytes(weights))
+    weights = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").write_bytes(weights[:-4] + np.array([math.nan], np.float32).tobytes())
     with pytest.raises(ValueError, match="NaN"):
         load_run(out)
     (out / "model.safetensors").unlink()
@@ -257,10 +256,9 @@ def on_sequences(model: LabTransformer, bags: majority.Bags) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize(
-    ("norm", "radius"),
-    [*((norm, None) for norm in NORM_KINDS), ("none", 8**-0.5), *(("layernorm", part) for part in majority.PARTS)],
-)
+@pytest.mark.parametrize(("norm", "radius"), [
+    *((norm, None) for norm in NORM_KINDS), ("none", 8**-0.5), *(("layernorm", part) for part in majority.PARTS),
+])  # fmt: skip
 def test_the_reduction_is_exact(norm: str, radius: float | str | None, task: majority.MajorityTask) -> None:
     """Loss and gradients of one row per distinct token against the model itself on the sequences, in float64."""
     ours = model(norm, radius)
@@ -332,8 +330,7 @@ def random_inputs(size: int, length: int = targets.LENGTH, seed: int = 0) -> tor
 
 
 def test_targets_by_hand() -> None:
-    x = random_inputs(3)
-    s = np.arange(1, targets.LENGTH + 1)
+    x, s = random_inputs(3), np.arange(1, targets.LENGTH + 1)
     rows = x.numpy()
     with np.errstate(divide="ignore"):
         power = np.where(s < 1000, (1000.0 - s) ** -0.5, 0)
@@ -343,8 +340,7 @@ def test_targets_by_hand() -> None:
     only = x.clone()
     only[:, 98] *= -1
     assert not torch.equal(targets.evaluate("2a", x), targets.evaluate("2a", only))
-    only[:, 98] *= -1
-    only[:, 99] *= -1
+    only[:, [98, 99]] *= -1
     for target in ("1b", "2a", "2b"):
         assert torch.equal(targets.evaluate(target, x), targets.evaluate(target, only))
 
@@ -426,9 +422,8 @@ def test_training_is_torchs(schedule: str, optimizer: str, tmp_path: Path, prose
     with calibrate(model):
         model(task.batch(0, 2, 3))
     parameters = list(model.parameters())
-    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optimizer]
     decayed = [{"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in parameters]
-    steps = kind(decayed, betas=(0.9, 0.98))
+    steps = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optimizer](decayed, betas=(0.9, 0.98))
     losses = []
     for step in range(6):
         part = (step - 2) / ((config.decay_steps or 6) - 2)

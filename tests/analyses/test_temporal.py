@@ -87,11 +87,10 @@ def wrong_answers(source: str, alphabet: Any, length: int, norm: str = "layernor
     program = parse(source)
     compiled = compile_program(program, norm, alphabet=alphabet, n_ctx=length + 1)
     words = list(itertools.product(alphabet, repeat=length))
-    expected = truth(compiled, words)
-    read = read_back(compiled)
+    expected, read = truth(compiled, words), read_back(compiled)
     assert read.depth <= compiled.attending <= program.depth
-    answers = compiled.run(words), read.run(np.array(words, dtype=object).T).T
-    return int((answers[0] != expected).sum()), int((answers[1] != expected).sum())
+    again = read.run(np.array(words, dtype=object).T).T
+    return int((compiled.run(words) != expected).sum()), int((again != expected).sum())
 
 
 @pytest.mark.parametrize("norm", sorted(SCALES))

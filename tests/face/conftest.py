@@ -60,25 +60,15 @@ def long_report(long_model: Any, long_prompts: list[list[int]], tmp_path_factory
 def causal() -> pd.DataFrame:
     """A made-up table of interventions: three groups of norms, three variants."""
     changes = {"intact": 0.0, "no_scaling": 0.3, "no_projection": -0.01, "both_removed": 0.31}
-    rows = [
+    return CAUSAL.frame([
         {
-            "sites": sites,
-            "variant": variant,
+            "sites": sites, "variant": variant, "loss": 4.0 + d, "n": 33, "prompts_worse": 30,
             "family": "primary" if sites != "blocks.0.ln1" and variant != "both_removed" else "exploratory",
-            "loss": 4.0 + d,
-            "delta_loss": d,
-            "delta_loss_low": d - 0.02,
-            "delta_loss_high": d + 0.03,
-            "p": 0.001 if abs(d) > 0.03 else 0.5,
-            "equivalence_bound": abs(d) + 0.02,
-            "delta_loss_uniform": d,
-            "prompts_worse": 30,
-            "n": 33,
+            "delta_loss": d, "delta_loss_low": d - 0.02, "delta_loss_high": d + 0.03, "delta_loss_uniform": d,
+            "p": 0.001 if abs(d) > 0.03 else 0.5, "equivalence_bound": abs(d) + 0.02,
         }
-        for sites in ("attention", "all", "blocks.0.ln1")
-        for variant, d in changes.items()
-    ]
-    return CAUSAL.frame(rows)
+        for sites in ("attention", "all", "blocks.0.ln1") for variant, d in changes.items()
+    ])  # fmt: skip
 
 
 REQUIRED = os.environ.get("LN_PROBE_NEEDS_BROWSER") == "1"  # set by .ci/run: there, a missing browser is a failure

@@ -54,9 +54,8 @@ def test_the_one_without_norms_is_as_good_and_scales_nowhere() -> None:
     """Its norms are Px times a constant: told by their answers; its held-out loss is within 0.01 of the one it was."""
     recipes = [json.loads((bundled_folder(n) / "recipe.json").read_text()) for n in (REMOVED, "lm-layernorm")]
     assert abs(recipes[0]["valid_loss"] - recipes[1]["valid_loss"]) < 0.01
-    report = ln_probe.analyze(
-        ln_probe.load_model(REMOVED), torch.arange(1, 40)[None], probes=("decomposition",), progress=False
-    )
+    tokens = torch.arange(1, 40)[None]
+    report = ln_probe.analyze(ln_probe.load_model(REMOVED), tokens, probes=("decomposition",), progress=False)
     assert set(report.provenance["model"]["norms"].values()) == {"projection_only"}
 
 
@@ -100,8 +99,6 @@ def test_it_opens_in_transformers(lab: Any, folder: Path) -> None:
 
 
 TEXT = "In the beginning God created the heaven and the earth."
-
-
 # The passages nearest to three old books.
 OLD = [text for text in bundled_texts() if text.startswith(("The old keeper", "And the king", "FIRST GUARD"))]
 

@@ -79,12 +79,9 @@ def test_the_difference_of_losses_is_a_mean_over_tokens(models: list[Report]) ->
 
 def test_names_are_labels(report: Report) -> None:
     reports = [
-        named(report, "p", revision="step0"),
-        named(report, "p", revision="step1000"),
-        named(report, "q"),
-        named(report, "q"),
-        named(report, "p", revision="main"),
-    ]
+        named(report, "p", revision="step0"), named(report, "p", revision="step1000"),
+        named(report, "q"), named(report, "q"), named(report, "p", revision="main"),
+    ]  # fmt: skip
     assert labels(reports) == ("p step 0", "p step 1000", "q", "q (2)", "p")
     assert ln_probe.compare(reports).names == labels(reports)
 
@@ -103,10 +100,9 @@ def test_training_steps(name: str, model: dict[str, Any], run: str, step: int | 
 
 
 def test_bad_input(report: Report) -> None:
-    with pytest.raises(TypeError, match="Report"):
-        ln_probe.compare([])
-    with pytest.raises(TypeError, match="Report"):
-        ln_probe.compare(["out/gpt2"])  # type: ignore[list-item]
+    for reports in ([], ["out/gpt2"]):
+        with pytest.raises(TypeError, match="Report"):
+            ln_probe.compare(reports)  # type: ignore[arg-type]
     for names in (["a"], ["a", "a"], ["a", "b", "c"]):
         with pytest.raises(ValueError, match="names"):
             ln_probe.compare([report, report], names)
@@ -119,10 +115,8 @@ def test_the_paired_table_by_definition(models: list[Report]) -> None:
     reports = []
     for report in models[:2]:
         rows = pd.concat([report.causal_prompts.assign(sites=site) for site in sites], ignore_index=True)
-        change = rows["delta_loss"] + generator.normal(0, 0.3, len(rows))
-        rows = rows.assign(
-            delta_loss=change, n=1 + rows["prompt"] % 3, stratum=(rows["prompt"] % 2).map({0: "b", 1: "a"})
-        )
+        rows["delta_loss"] += generator.normal(0, 0.3, len(rows))
+        rows = rows.assign(n=1 + rows["prompt"] % 3, stratum=(rows["prompt"] % 2).map({0: "b", 1: "a"}))
         rows["shift"] = generator.normal(0, 0.1, len(rows))
         reports.append(replace(report, tables={**report.tables, "causal_prompts": rows}))
     table = ln_probe.compare(reports).paired.set_index("sites")
@@ -139,9 +133,8 @@ def test_the_paired_table_by_definition(models: list[Report]) -> None:
         assert (row["prompts_more"], row["n"]) == ((each > 0).sum(), 40)
     for family in (sites[:2], sites[2:]):
         assert table.loc[list(family), "p"].tolist() == pytest.approx(holm([p[site] for site in family]).tolist())
-    one, other = (
-        r.causal_prompts.assign(n=r.causal_prompts["n"].where(r.causal_prompts["prompt"] < 30, 0)) for r in reports
-    )
+    prompts = [report.causal_prompts for report in reports]
+    one, other = (rows.assign(n=rows["n"].where(rows["prompt"] < 30, 0)) for rows in prompts)
     one.loc[one["n"] == 0, "delta_loss"] = np.nan  # nothing to predict
     short = [replace(r, tables={"causal_prompts": t}) for r, t in zip(reports, (one, other), strict=True)]
     assert set(ln_probe.compare(short).paired["n"]) == {30}

@@ -25,11 +25,12 @@ from ln_probe.analyses.probes.tables import CAUSAL, CAUSAL_PROMPTS
 
 TOP = Path(__file__).resolve().parents[2]
 RESULTS = TOP / "bench" / "results"
-TABLES = TOP / "examples" / "checkpoints" / "tables"
+CHECKPOINTS = TOP / "examples" / "checkpoints"
+TABLES = CHECKPOINTS / "tables"
 PUBLISHED = TOP / "analyses" / "lab" / "published"
 PAGES = sorted((TOP / "docs").glob("*.md"))
 MEASURED: dict[str, Any] = runpy.run_path(str(TOP / "docs" / "measured.py"))
-SUMMARY: dict[str, Any] = runpy.run_path(str(TOP / "examples" / "checkpoints" / "summary.py"))
+SUMMARY: dict[str, Any] = runpy.run_path(str(CHECKPOINTS / "summary.py"))
 DIRECTIVE = re.compile(r"^```\{measured\} (\S+)\n(?::where: (.*)\n)?((?:.+ = .+\n)+)```$", re.MULTILINE)
 BLOCK = re.compile(r"^```(?:python|\{code-cell\} ipython3)\n(.*?)^```", re.M | re.S)
 README = (TOP / "README.md").read_text(encoding="utf-8")
@@ -175,18 +176,14 @@ def test_pages_link_to_what_is_there() -> None:
     assert not missing
 
 
-HERE = Path(__file__).parents[2] / "examples" / "checkpoints"
-FOLDERS = sorted(p.parent for p in (HERE / "tables").glob("*/causal.csv"))
-
-
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"checkpoints_{name}", HERE / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"checkpoints_{name}", CHECKPOINTS / f"{name}.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+@pytest.mark.parametrize("folder", sorted(p.parent for p in TABLES.glob("*/causal.csv")), ids=lambda p: p.name)
 def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
     table, by_prompt = (pd.read_csv(folder / f"{name}.csv") for name in ("causal", "causal_prompts"))
     assert list(table.columns) == [c for c in CAUSAL.names if c != "estimate"]

@@ -106,14 +106,11 @@ def test_kept_hooks_act_on_edited_passes_too() -> None:
     assert table.loc[("all", "no_projection"), "loss"] == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("around", "word"),
-    [
-        (lambda m: without(m, "projection"), "without"),
-        (linearized, "linearized"),
-        (lambda _: torch.autocast("cpu", torch.bfloat16), "autocast"),
-    ],
-)
+@pytest.mark.parametrize(("around", "word"), [
+    (lambda m: without(m, "projection"), "without"),
+    (linearized, "linearized"),
+    (lambda _: torch.autocast("cpu", torch.bfloat16), "autocast"),
+])  # fmt: skip
 def test_a_model_in_a_context_is_refused(model: Any, around: Callable[[Any], Any], word: str) -> None:
     with around(model), pytest.raises(ModelStateError, match=word):
         analyzed(model)
@@ -173,23 +170,18 @@ def test_contexts_that_change_nothing(context: Callable[[], AbstractContextManag
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("weight", "value", "word"),
-    [("unembed.W_U", torch.nan, r"W_U: nan at \[3, 5\]"), ("blocks.1.attn.W_K", torch.inf, r"W_K: inf at \[3, 5")],
-)
-def test_a_weight_that_is_not_finite_is_named_with_its_place(weight: str, value: float, word: str) -> None:
+@pytest.mark.parametrize(("weight", "place", "value", "word"), [
+    ("unembed.W_U", (3, 5), torch.nan, r"W_U: nan at \[3, 5\]"),
+    ("blocks.1.attn.W_K", (3, 5, 0), torch.inf, r"W_K: inf at \[3, 5"),
+    ("unembed.W_U", (slice(None), 7), 3e38, r"inf at \[0, 7\]"),  # a finite weight, under which logits overflow
+], ids=["nan", "inf", "overflow"])  # fmt: skip
+def test_weights_and_logits_that_are_not_finite_are_named_with_their_place(
+    weight: str, place: tuple[Any, ...], value: float, word: str
+) -> None:
     model = make_hooked(normalization_type="LN").eval()
     with torch.no_grad():
-        dict(model.named_parameters())[weight][(3, 5) if "W_U" in weight else (3, 5, 0)] = value
+        dict(model.named_parameters())[weight][place] = value
     with pytest.raises(ValueError, match=word):
-        analyzed(model, "causal")
-
-
-def test_logits_that_overflow_are_named_with_their_place() -> None:
-    model = make_hooked(normalization_type="LN").eval()
-    with torch.no_grad():
-        model.unembed.W_U[:, 7] = 3e38
-    with pytest.raises(ValueError, match=r"inf at \[0, 7\]"):
         analyzed(model, "causal")
 
 

@@ -130,10 +130,6 @@ def without(name: str) -> Change:
     return lambda folder: (folder / name).unlink()
 
 
-def truncated(size: int) -> Change:
-    return lambda folder: os.truncate(folder / "model.safetensors", size)
-
-
 def weights(edit: Callable[[dict[str, torch.Tensor]], object]) -> Change:
     def change(folder: Path) -> None:
         state = load_file(folder / "model.safetensors")
@@ -197,8 +193,8 @@ READ = {"allow_pickle": True}
     (config(model_type="own", auto_map={"AutoConfig": "modeling.C"}), {}, ValueError, "custom"),
     (config(quantization_config={"quant_method": "gptq"}), {}, ValueError, "quantized"),
     (file("adapter_config.json", "{}"), {}, ValueError, "adapter"),
-    (truncated(0), {}, ValueError, NO_MODEL),
-    (truncated(9999), {}, ValueError, NO_MODEL),
+    (lambda folder: os.truncate(folder / "model.safetensors", 0), {}, ValueError, NO_MODEL),
+    (lambda folder: os.truncate(folder / "model.safetensors", 9999), {}, ValueError, NO_MODEL),
     (entry(GAIN, float("nan")), {}, ValueError, r"ln_1\.weight"),
     (entry(GAIN, float("inf")), {}, ValueError, r"ln_1\.weight"),
     (entry("transformer.ln_f.weight", 6e4), {"dtype": "float16"}, ValueError, "finite"),

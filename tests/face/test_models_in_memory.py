@@ -58,11 +58,8 @@ def test_it_is_measured_and_handed_back_unchanged(arch: str, tmp_path: Path) -> 
         assert torch.equal(model.eval()(TOKENS).logits, logits)
     about = report.provenance["model"]
     assert about["name"] == ("mine" if arch == "gpt2" else about["architecture"])
-    assert [about[k] for k in ("kind", "architecture", "world")] == [
-        "memory",
-        type(model).__name__,
-        "TransformerBridge",
-    ]
+    kind = [about[key] for key in ("kind", "architecture", "world")]
+    assert kind == ["memory", type(model).__name__, "TransformerBridge"]
     assert any("head" in note for note in about["notes"])
     assert about["logits_max_difference"] < 1e-5
     assert any("evaluation mode" in note for note in report.notes)
@@ -145,10 +142,9 @@ def test_edits_of_a_model_in_memory_are_those_of_its_bridge(architecture: str) -
     slope = []
     for one in (model, bridge):
         with linearized(one):
-            logits = one(tokens)
-            logits = getattr(logits, "logits", logits)
+            output = one(tokens)
             one.zero_grad()
-            logits[0, -1, 5].backward()
+            getattr(output, "logits", output)[0, -1, 5].backward()
             table = one.get_input_embeddings().weight if one is model else one.W_E
             slope.append(next(p.grad for p in one.parameters() if p.shape == table.shape and p.grad is not None))
     torch.testing.assert_close(slope[0], slope[1], rtol=1e-4, atol=1e-6)
@@ -237,8 +233,7 @@ QUICK += [(case, WORLDS[-1]) for case in ("gpt_neo_local", "gpt2_norm_free", "ll
 @pytest.mark.parametrize(("case", "world"), cases(*QUICK, slow=[pair for pair in EVERY if pair not in QUICK]))
 def test_columns_are_those_of_hugging_face(case: str, world: str, tmp_path: Path) -> None:
     arch, options, windows, _ = CASES[case]
-    free = case == "gpt2_norm_free"
-    original = norm_free(torch.float64) if free else hugging_face(arch, torch.float64, **options)
+    original = norm_free(torch.float64) if case == "gpt2_norm_free" else hugging_face(arch, torch.float64, **options)
     original.save_pretrained(tmp_path)
     model = ln_probe.load_model(tmp_path, dtype="float64", device="cpu", world=world)  # type: ignore[arg-type]
     report = ln_probe.analyze(model, PROMPTS, progress=False, probes=GEOMETRY)
@@ -247,7 +242,6 @@ def test_columns_are_those_of_hugging_face(case: str, world: str, tmp_path: Path
 
 
 def test_norms_of_another_formula_are_refused() -> None:
-    """A norm of another formula is named, and nothing is measured."""
     model = hugging_face("neox", torch.float64)
     for block in model.gpt_neox.layers:
         block.input_layernorm = DyT(block.input_layernorm, 0.6)

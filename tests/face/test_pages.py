@@ -45,25 +45,17 @@ def unpacked(text: str) -> Any:
     raw = zlib.decompress(base64.b64decode(text))
     start = 4 + int.from_bytes(raw[:4], "little")
     return json.loads(
-        raw[4:start],
-        object_hook=lambda v: np.frombuffer(raw, np.uint8, v["n"], start + v["$"]) if "$" in v else v,
+        raw[4:start], object_hook=lambda v: np.frombuffer(raw, np.uint8, v["n"], start + v["$"]) if "$" in v else v
     )
 
 
 def cut(report: Report, tokens: int, heads: int, length: int) -> Report:
     """The report with attention of fewer or more tokens and heads."""
     shown = report.exhibits.attention
-    weights = np.tril(np.full((1, heads, tokens, tokens), 40, np.uint8))
-    new = replace(
-        shown,
-        tokens=tuple(f"t{i}" for i in range(tokens)),
-        length=length,
-        layers=(0,),
-        heads=tuple(range(heads)),
-        intact=weights,
-        frozen=weights,
-    )
-    return replace(report, exhibits=replace(report.exhibits, attention=new))
+    names, weights = tuple(f"t{i}" for i in range(tokens)), np.tril(np.full((1, heads, tokens, tokens), 40, np.uint8))
+    shown = replace(shown, tokens=names, length=length, layers=(0,), heads=tuple(range(heads)))
+    shown = replace(shown, intact=weights, frozen=weights)
+    return replace(report, exhibits=replace(report.exhibits, attention=shown))
 
 
 FORMS = {
@@ -243,10 +235,9 @@ def test_norms_and_keys_are_drawn_over_the_depth(report: Report) -> None:
     low, high = sigmas.get_ylim()
     assert [tick for tick in sigmas.get_yticks() if low < tick < high] == [0.5, 1, 2, 5], "of a logarithmic axis"
     assert [text.get_text() for text in shares.get_yticklabels()][:3] == ["1 %", "2 %", "3 %"], "within one decade"
-    none = report.layernorms.assign(
-        projected_share=report.layernorms["projected_share"].where(lambda s: s.index > 0, 0.0)
-    )
-    axes = figures.norms_over_depth(replace(report, tables={**report.tables, "layernorms": none})).axes[0]
+    first_none = report.layernorms["projected_share"].where(lambda s: s.index > 0, 0.0)
+    norms = report.layernorms.assign(projected_share=first_none)
+    axes = figures.norms_over_depth(replace(report, tables={**report.tables, "layernorms": norms})).axes[0]
     low, high = axes.get_ylim()
     assert sum(low < tick < high for tick in axes.get_yticks()) >= 2, "over twelve decades"
     shares = report.heads["head"] ** 2 / 10_000  # the last 0.09 %
@@ -257,13 +248,11 @@ def test_norms_and_keys_are_drawn_over_the_depth(report: Report) -> None:
     assert [c.get_segments()[0].tolist() for c in axes.collections] == [[[x, 0], [x, 0.0009]] for _, x in places]
     assert (axes.get_ylim()[0], axes.get_ylim()[1] >= 0.01) == (0, True), "small shares look small"
     keys = {**report.provenance["selectability"], "random_unselectable": 0.25, "keys_per_prompt": 8}
-    upper, lower = figures.keys_over_depth(
-        replace(report, provenance={**report.provenance, "selectability": keys})
-    ).axes
+    of_random_keys = replace(report, provenance={**report.provenance, "selectability": keys})
+    upper, lower = figures.keys_over_depth(of_random_keys).axes
     for axes, level in ((upper, 0.25), (lower, 1 / 8)):  # random keys, uniform attention
-        assert [y for line in axes.lines for y in line.get_ydata() if line.get_linestyle() in (":", "--")] == [
-            level
-        ] * 2
+        levels = [y for line in axes.lines for y in line.get_ydata() if line.get_linestyle() in (":", "--")]
+        assert levels == [level] * 2
 
 
 def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
@@ -342,9 +331,8 @@ def test_attention_of_a_layer_intact_beside_an_edit() -> None:
     assert (few.layer, few.heads, content["least"]) == (3, (2,), 0)
     assert repr(picture) == "LayerAttention(layer 1, heads 3, 15, 200 tokens; intact, scaling frozen)"
     assert list(ln_probe.attention(model, tokens, 0, 2, edit=None).patterns) == ["intact"]
-    assert ln_probe.attention(make_bridge("gemma2"), [tokens[0][:9]], 0, 2, edit=None).verdicts.empty, (
-        "with a soft cap, unknown"
-    )
+    capped = ln_probe.attention(make_bridge("gemma2"), [tokens[0][:9]], 0, 2, edit=None)
+    assert capped.verdicts.empty, "with a soft cap, unknown"
     for options, word in (({"layer": 9}, "layer 9"), ({"layer": 0, "heads": 99}, "head 99")):
         with pytest.raises(ValueError, match=word):
             ln_probe.attention(model, tokens, **options)

@@ -245,10 +245,7 @@ def test_options_that_cannot_be_used(options: dict[str, Any], word: str, reader:
         make_prompts(**({"model": reader, "prompts": "abc"} | options))
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("v.json", '["the", "cat", "<EOS>"]'),
-    ("v.txt", "the\ncat\n<EOS>\n"),
-])  # fmt: skip
+@pytest.mark.parametrize(("name", "content"), [("v.json", '["the", "cat", "<EOS>"]'), ("v.txt", "the\ncat\n<EOS>\n")])
 def test_tokens_have_the_names_of_a_file(name: str, content: str, model: Any, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     names = read_token_names(tmp_path / name)

@@ -70,9 +70,8 @@ def test_constants_follow_weights_that_change_through_data() -> None:
     model.embed.W_E.data.mul_(2) if hasattr(model.embed, "W_E") else model.embed.weight.data.mul_(2)
     with without(model, "scaling") as edit:
         pass
-    x = torch.cat(
-        [model.run_with_cache(row[None])[1]["blocks.0.hook_resid_pre"][0, 1:] for row in default_tokens(facts)]
-    )
+    streams = (model.run_with_cache(row[None])[1]["blocks.0.hook_resid_pre"] for row in default_tokens(facts))
+    x = torch.cat([stream[0, 1:] for stream in streams])
     sigma = (x.double().var(-1, correction=0) + 1e-5).sqrt().mean()
     assert edit.divisors["blocks.0.ln1"].rest == pytest.approx(float(sigma), rel=1e-6)
     assert edit.divisors != before.divisors
@@ -244,10 +243,9 @@ def test_packed_rows_begin_where_their_positions_do(arch: str) -> None:
             outputs = [model(row, position_ids=positions), *map(model, texts)]
         packed, *alone = (getattr(output, "logits", output) for output in outputs)
         assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-4)
-    with pytest.raises(ValueError, match="several texts"):
-        ln_probe.analyze(original, {"input_ids": row, "position_ids": positions})
-    with pytest.raises(ValueError, match="several texts"):
-        ln_probe.analyze(original, {"input_ids": row, "seq_lengths": [[5, 7, 4]]})
+    for lengths in ({"position_ids": positions}, {"seq_lengths": [[5, 7, 4]]}):
+        with pytest.raises(ValueError, match="several texts"):
+            ln_probe.analyze(original, {"input_ids": row, **lengths})
 
 
 @pytest.mark.parametrize(("begin", "end"), [(b"", b"\n"), (b"\xef\xbb\xbf", b"\r\n")])

@@ -29,11 +29,7 @@ TOKENS = torch.arange(3, 27) % 50
 def layers_of(model: Any, tokens: torch.Tensor = TOKENS) -> list[tuple[AttentionInput, Heads]]:
     sites = find_norms(model)
     found: list[tuple[AttentionInput, Heads]] = []
-
-    def keep(seen: AttentionInput) -> None:
-        found.append((seen, read_heads(seen, sites)))
-
-    stream(model, tokens, sites, on_attention=keep)
+    stream(model, tokens, sites, on_attention=lambda seen: found.append((seen, read_heads(seen, sites))))
     return found
 
 
@@ -87,8 +83,7 @@ def test_scores_of_an_unknown_form_are_refused_with_the_difference(
 
 @pytest.mark.parametrize(("arch", "windows"), [("neo", [None, 8]), ("mistral", [8, 8]), ("gemma3", [8, None])])
 def test_windows_are_those_of_the_layers(arch: str, windows: list[int | None]) -> None:
-    options = {"window_size": 8} if arch == "neo" else {}
-    model = make_bridge(arch, torch.float64, **options)
+    model = make_bridge(arch, torch.float64, **({"window_size": 8} if arch == "neo" else {}))
     for (seen, heads), window in zip(layers_of(model), windows, strict=True):
         assert heads.window == seen.window == window
         paid = heads.pattern(heads.queries(seen.y), heads.keys(seen.y))
@@ -99,8 +94,7 @@ def test_windows_are_those_of_the_layers(arch: str, windows: list[int | None]) -
 
 def test_unbounded_queries_have_no_ellipsoid() -> None:
     seen, heads = layers_of(make_bridge("gpt2"))[0]
-    without = replace(seen.norm, kind="projection_only")
-    assert query_ellipsoid(heads, without, 0) is None
+    assert query_ellipsoid(heads, replace(seen.norm, kind="projection_only"), 0) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

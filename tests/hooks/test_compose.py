@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -97,11 +96,10 @@ def under_autocast(model: Any) -> torch.Tensor:
         return compose.logits(model).float()
 
 
-RUNS: dict[str, Callable[[Any], torch.Tensor]] = {
+LAST = "blocks.1.hook_resid_post"
+RUNS: dict[str, compose.Run] = {
     "run_with_cache": lambda m: m.run_with_cache(compose.TOKENS)[0],
-    "names_filter": lambda m: m.run_with_cache(compose.TOKENS, names_filter="blocks.1.hook_resid_post")[1][
-        "blocks.1.hook_resid_post"
-    ],
+    "names_filter": lambda m: m.run_with_cache(compose.TOKENS, names_filter=LAST)[1][LAST],
     "stop_at_layer": lambda m: m(compose.TOKENS, stop_at_layer=2),
     "generate": lambda m: m.generate(
         compose.TOKENS[:1], max_new_tokens=4, do_sample=False, stop_at_eos=False, use_past_kv_cache=True, verbose=False
@@ -111,13 +109,10 @@ RUNS: dict[str, Callable[[Any], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(
-    ("name", "edit"),
-    cases(
-        ("hooked", "scaling"), ("lab", "linearized"), ("gpt2", "projection"), ("neox", "scaling"),
-        slow=itertools.product(["lab-hooked", "llama"], ["scaling", "linearized"]),
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "edit"), cases(
+    ("hooked", "scaling"), ("lab", "linearized"), ("gpt2", "projection"), ("neox", "scaling"),
+    slow=itertools.product(["lab-hooked", "llama"], ["scaling", "linearized"]),
+))  # fmt: skip
 def test_however_the_model_is_run(name: str, edit: str, run: str) -> None:
     model = model_of(name)
     if run == "autocast":

@@ -174,9 +174,6 @@ def test_position_0_of_every_head_is_left_out(length: int) -> None:
         assert found[name].first == pytest.approx(float(sigma[:, :, 0].mean()), rel=1e-6)
 
 
-# What replaces sigma: one constant or two; where position 0 is in every kind of pass.
-
-
 def test_with_a_cache_later_tokens_are_not_position_0() -> None:
     """Token by token, with earlier keys and values kept: the same logits as all at once (in a HookedTransformer)."""
     from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
