@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +14,11 @@ from architectures import make_bridge, make_folded
 from attribution_checks import TOKENS, pattern_of
 from small_models import lab
 
+from ln_probe.analyses.attribution.features import Features
 from ln_probe.analyses.attribution.logits import TERMS, attribute_logits, logit_lens
 from ln_probe.analyses.attribution.scores import attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
-from ln_probe.hooks.components import SplitError
+from ln_probe.hooks.components import Part, SplitError
 
 pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")]
 
@@ -238,3 +241,63 @@ def test_caps_and_factors_that_the_logits_show(real: bool) -> None:
     torch.testing.assert_close(lens.values[-1, 0, :, 3], 3.0 * (expected / 3.0).tanh() if real else expected)
     cached = attribute_logits(model, model.run_with_cache(TOKENS[None])[1], target=3)
     torch.testing.assert_close(cached.total[0], 0.5 * plain[:, 3].double(), rtol=1e-6, atol=1e-6)
+
+
+def test_the_lens_says_where_it_fails(gpt2: Any) -> None:
+    lens = logit_lens(gpt2, RAGGED, slice(0, 3)).check()
+    assert repr(lens).startswith("LogitLens(3 layers, 3 x 3 positions; ")
+    rows = [(layer, b, t) for layer in range(3) for b in range(3) for t in range(3)]
+    assert [*lens.table[["layer", "batch", "position"]].itertuples(index=False, name=None)] == rows
+    for row in lens.table.to_dict("records"):
+        logits = lens.values[row["layer"], row["batch"], row["position"]]
+        chances = logits.softmax(-1)
+        assert row["top"] == int(logits.argmax())
+        assert row["token"] == str(row["top"])
+        assert row["probability"] == pytest.approx(float(chances.max()))
+        assert row["entropy"] == pytest.approx(float(-(chances * chances.log()).sum()))
+        final = lens.values[-1, row["batch"], row["position"]]
+        assert row["logit"] == pytest.approx(float(logits[final.argmax()]))
+    assert "most likely" in lens.label
+    html = lens._repr_html_()
+    shown = lens.table[lens.table["batch"] == 0].sort_values(["layer", "position"], ascending=[False, True])
+    assert re.findall(r">(\d+)</div>", html) == [*shown["token"]]
+    assert f"{lens.table['probability'].iloc[0] / 2:.3f}" in html
+    assert replace(lens, error=lens.bound).check()
+    with pytest.raises(AttributionError, match="own"):
+        replace(lens, error=2 * lens.bound).check()
+    model = make_bridge("gpt2", torch.float64)
+    model.unembed.register_forward_hook(lambda _m, _a, out: 1.5 * out)
+    assert logit_lens(model, TOKENS).error == pytest.approx(1 / 3)
+    cached = logit_lens(gpt2, gpt2.run_with_cache(TOKENS[None])[1])
+    assert math.isnan(cached.error)
+    assert cached.bound == lens.bound
+
+
+PARTS = [
+    (-1, Part("embed", "embedding")), (-1, Part("pos_embed", "position")), (1, Part("L0H1", "head", 0, 1)),
+    (1, Part("L0 b_O", "bias", 0)), (1, Part("blocks.0.ln1_post bias", "norm bias", 0)), (3, Part("L0 mlp", "mlp", 0)),
+    (3, Part("L0 b_out", "bias", 0)), (3, Part("blocks.0.ln2_post bias", "norm bias", 0)),
+    (0, Part("L0 resid_pre feature 3", "feature", 0)), (2, Part("L0 resid_mid skip", "skip", 0)),
+    (1, Part("L0 attn_out decoder bias", "decoder bias", 0)), (4, Part("L0 resid_post other features", "feature", 0)),
+    (4, Part("L1 resid_pre reconstruction error", "error", 1)), (5, Part("L1H0", "head", 1, 0)),
+    (7, Part("L1 mlp", "mlp", 1)), (8, Part("L1 resid_post feature 0", "feature", 1)),
+]  # fmt: skip
+POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("when", range(5))
+def test_features_replace_what_came_before_or_what_one_writer_wrote(layer: int, when: int) -> None:
+    """Steps of the pass, four for each block: a point of the stream shows all earlier writes, a writer's its own."""
+    features = Features(f"blocks.{layer}.hook_{POINTS[when]}", torch.zeros(2, 3), torch.zeros(4, 2))
+    for step, part in PARTS:
+        own = 4 * layer + when
+        assert features.replaces(part) == (step == own if when in (1, 3) else step < own), part.name
+
+
+def test_the_largest_features_at_some_tokens_are_named() -> None:
+    """By |activation|·|direction|, of all tokens asked for; none that is silent there."""
+    sizes, active = torch.tensor([1.0, 9.0, 3.0, 2.0]), torch.tensor([[[4.0, 0.0, -2.0, 0.0], [0.0, 7.0, 0.0, 1.0]]])
+    features = Features("blocks.0.hook_resid_pre", torch.diag(sizes), active, top=2)
+    assert [features.chosen(rows) for rows in ([0], [1], [0, 1])] == [[0, 2], [1, 3], [1, 2]]
+    assert replace(features, top=9).chosen([0]) == [0, 2]
