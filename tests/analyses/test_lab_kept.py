@@ -146,6 +146,14 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "language_model_bundled": {"contexts": two_by_two.BUNDLED.contexts},
     "remove_norm": {"schedule": asdict(remove_norm.FULL.schedule), "contexts": remove_norm.FULL.contexts},
     "anbk": {"constant_answer": {tasks.ABSOLUTE: 2 / 3, tasks.THRESHOLD: 1 / 2}},
+    "language_model_full": {"contexts": published.CONTEXTS},
+    "compiler": {
+        "every_word_to": compiler.EVERY_WORD_TO, "letters": compiler.LETTERS, "words": compiler.WORDS,
+        "few_words": compiler.FEW_WORDS,
+    },
+    "random_keys": {"draws": random_keys.DRAWS},
+    "rational_recurrence": {"draws": rational_recurrence.DRAWS, "networks": rational_recurrence.NETWORKS},
+    "saturated_states": {"draws": saturated_states.DRAWS, "cap": saturated_states.CAP},
 }  # fmt: skip
 QUICK: dict[str, Any] = json.loads((Path(__file__).parent / "quick_forms.json").read_text())
 
@@ -238,11 +246,15 @@ def test_an_experiment_is_the_one_whose_results_are_committed(
             assert differing(about["settings"].get("data", {}), run.task.identity, run) == set()
         assert run.task.identity, "two tasks would share a folder"
     assert differing(about["settings"].get("model", {}), runs[0].spec.to_dict(), runs[0]) == set()
-    for constant, value in CONSTANTS.get(experiment, {}).items():
-        settings = about["settings"][constant]
-        ours = json.loads(json.dumps(value))
-        assert ours == (pytest.approx(settings) if isinstance(value, dict) else settings), constant
     assert choices(planned_runs(experiment, tmp_path, monkeypatch, gpt2, quick=True)) == QUICK[experiment]
+
+
+@pytest.mark.parametrize("experiment", CONSTANTS)
+def test_committed_results_were_measured_with_these_numbers(experiment: str) -> None:
+    about = json.loads((folder(experiment) / "results.json").read_text())
+    for constant, value in CONSTANTS[experiment].items():
+        settings, ours = about["settings"][constant], json.loads(json.dumps(value))
+        assert ours == (pytest.approx(settings) if isinstance(value, dict) else settings), constant
 
 
 @pytest.mark.parametrize(("experiment", "last", "cells"), [("majority", 100, (0, 4, 6, 7)), ("anbk", 200, (0, 1))])
