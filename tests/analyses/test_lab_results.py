@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import strategies as st
 from lab_models import ran, write_words
 from scipy import stats
 
@@ -22,8 +21,6 @@ from ln_probe.analyses.lab.results import RESULTS_FILE, Results, binomial_interv
 from ln_probe.analyses.lab.runs import planned
 from ln_probe.analyses.lab.train import TrainConfig
 from ln_probe.analyses.lab.transformer import LabConfig
-
-SHARES = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 
 
 def test_seeds_that_agree_count_as_one_trial_each() -> None:

@@ -31,7 +31,7 @@ PAIRS = Table(
 # a documented recipe.
 WORDING = "analyses/probes/wording.py"
 FIGURES, ATTENTION = (f"ln_probe/page/{name}.py" for name in ("figures", "attention"))
-REPORT, COMPARE, HEADLINE = (f"ln_probe/{name}.py" for name in ("report", "comparison", "headline"))
+REPORT, COMPARE = (f"ln_probe/{name}.py" for name in ("report", "comparison"))
 CONCEPTS, HOWTO, HEADS, STATISTICS = (f"docs/{name}.md" for name in ("concepts", "howto", "heads", "statistics"))
 READERS = {
     "layernorms": {

@@ -295,9 +295,11 @@ def test_a_norm_that_divides_by_nearly_sigma_is_refused(correction: int, eps: fl
 def test_a_report_can_be_printed_on_any_console(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     report = ln_probe.analyze(bridge_of(hugging_face("gpt2")), IDS, probes=["decomposition"], progress=False)
     named = dataclasses.replace(report, provenance={**report.provenance, "model": {"name": "\u03c3 \u00d7 \u6587"}})
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
     for value in (named, named.constants, ln_probe.attribute_logits(hugging_face("gpt2"), IDS)):
-        print(value, repr(value))
+        print(value, repr(value), flush=True)
+        assert type(value).__name__ in written.getvalue().decode(encoding)
 
 
 @pytest.mark.parametrize("arch", ["falcon-40b", "gpt-bigcode-many-keys"])
