@@ -256,6 +256,7 @@ def test_tokens_have_the_names_of_a_file(name: str, content: str, model: Any, tm
     digest = hashlib.sha256(np.array([3, 0, 1, 7], np.int64).tobytes()).hexdigest()  # a row's length, then its ids
     size = {"count": 1, "tokens": 3, "longest": 3}
     assert prompts.summary == size | {"source": "tokens", "sha256": digest, "begin": ["the cat 7"]}
+    assert len(make_prompts(model, [[0, 1]] * 70).summary["begin"]) == 64
     assert make_prompts(model, [[49]], token_names=dict.fromkeys(range(50), "a")).notes == ()
     report = ln_probe.analyze(model, ROWS, probes=["decomposition"], tokenizer=tmp_path / name, progress=False)
     assert report.provenance["arguments"]["tokenizer"] == str(tmp_path / name)
