@@ -367,9 +367,9 @@ def wrapped(model: Any) -> nn.Module:
     options: dict[str, Any] = {"dtype": dtype, "device": device, "model_name": "local"}
     try:
         bridge = build_bridge_from_module(copied, name, hf_config=copied.config, **options)
-        own, others = _outputs(model, model), _outputs(bridge, copied)
+        own, others, _ = _outputs(model, model), _outputs(bridge, copied), bridge.blocks
     except Exception as error:
-        raise ValueError(f"TransformerLens has no bridge for {name} that runs ({error})") from error
+        raise ValueError(f"TransformerLens has no bridge for {name} with blocks that run ({error})") from error
     difference, bound = relative_difference(others[""], own[""]), SAME_LOGITS[dtype]
     if not difference <= bound:
         common = [path for path in own if path in others]

@@ -94,7 +94,7 @@ def _file(text: str) -> Path:
     """Return the absolute path of a file that exists."""
     path = Path(text).expanduser().absolute()
     if not path.is_file():
-        raise typer.BadParameter(f"there is no file {text!r}")
+        raise typer.BadParameter(f"{text!r} is a folder" if path.is_dir() else f"there is no file {text!r}")
     return path
 
 

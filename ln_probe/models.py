@@ -202,7 +202,10 @@ def kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "
 def layers_of(given: str, path: Path) -> int:
     """Return how many layers the model of a lab run or a bundled name has; imports nothing heavy."""
     folder = path if (path / _LAB_FILE).is_file() else bundled_folder(given)
-    return int(json.loads((folder / _LAB_FILE).read_text(encoding="utf-8"))["model"]["n_layers"])
+    try:
+        return int(json.loads((folder / _LAB_FILE).read_text(encoding="utf-8"))["model"]["n_layers"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / _LAB_FILE} describes no model ({error!r}): copy the run's folder again") from error
 
 
 def dtype_named(name: str | torch.dtype) -> torch.dtype:

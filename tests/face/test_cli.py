@@ -72,6 +72,7 @@ def test_quiet_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     (["lm-none", "--layers", "9" * 5000], "0,3-5"),
     (["gtp2"], "did you mean gpt2?"),
     (["empty"], "no config.json"),
+    (["half"], "lab.json"),
     (["lm-none", "--probs", "causal"], "did you mean --probes"),
     (["lm-none", "--layers", "2,4"], "layers 0 to 3"),
     (["lm-none", "--device", "gpu"], "cuda:1"),
@@ -87,7 +88,7 @@ def test_quiet_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     (["lm-none", "--checkpoints", "last"], "--checkpoints"),
     (["lm-none", "--checkpoints", "5"], "no training steps"),
     (["lm-none", "--prompts", "nothing.txt"], "no file 'nothing.txt'"),
-    (["lm-none", "--prompts", "."], "no file '.'"),
+    (["lm-none", "--prompts", "."], "'.' is a folder"),
     (["lm-none", "--groups", "nothing.txt"], "--groups"),
     (["lm-none", "--tokenizer", "nothing"], "--tokenizer"),
     (["--from", "nothing.txt"], "--from"),
@@ -98,6 +99,8 @@ def test_a_value_that_makes_no_sense(words: list[str], said: str) -> None:
     Path("notes.txt").touch()
     Path("notes.md").touch()
     Path("empty").mkdir()
+    Path("half").mkdir()
+    Path("half/lab.json").write_text("{")
     Path("comment.txt").write_text("# nothing\n")
     Path("latin.txt").write_bytes(b"\xe9\n")
     assert said in refused("report", *words, "--out", "out")

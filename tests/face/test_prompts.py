@@ -61,7 +61,8 @@ def test_texts_get_the_first_token(reader: Any, monkeypatch: pytest.MonkeyPatch)
     assert tokens(reader, "The cat") == tokens(reader, ["The cat"])
     assert tokens(reader, "abc", prepend_bos=True) == tokens(reader, "abc")
     assert tokens(reader, "abc", prepend_bos=False) == [tokens(reader, "abc")[0][1:]]
-    assert any("prepend_bos" in note for note in make_prompts(reader, "abc", prepend_bos=False).notes)
+    for first, word in ((False, "without"), (True, "with ")):
+        assert any(word in note for note in make_prompts(reader, "abc", prepend_bos=first).notes)
     monkeypatch.setattr(Letters, "__call__", lambda *_: {"input_ids": [1, 7, 8]})
     assert (tokens(reader, "ab", prepend_bos=False), tokens(reader, "ab")) == ([[7, 8]], [[1, 7, 8]])
     with pytest.raises(ValueError, match="prepend_bos"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from architectures import bridge_of, hugging_face, make_hooked
 from faulty import word_tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -306,6 +307,14 @@ def test_a_report_can_be_printed_on_any_console(encoding: str, monkeypatch: pyte
 def test_errors_of_the_library_around_a_model_name_it(arch: str) -> None:
     with pytest.raises(ValueError, match=r"[Bb]ridge"):
         ln_probe.attribute_logits(hugging_face(arch), IDS)
+
+
+def test_a_model_whose_blocks_have_other_names_is_refused() -> None:
+    """Two stacks of blocks that run several times."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 50}
+    config = transformers.HrmTextConfig(**sizes, num_layers_per_stack=1)
+    with pytest.raises(ValueError, match="HrmText"):
+        find_norms(transformers.HrmTextForCausalLM(config))
 
 
 def test_sigmas_of_heads_are_those_of_their_positions() -> None:

@@ -156,7 +156,7 @@ def largest_error(pooling: str, seed: int, networks: int) -> float:
 
 def drawn_layer(pooling: str) -> tuple[Tensor, QRNNLayer]:
     """A QRNN's embedding [letter width] and first layer, in float64, initial weights times SPREAD."""
-    model = RecurrentConfig("qrnn" if pooling == "fo" else f"qrnn {pooling}", PREFIX_VOCABULARY, 2).build().double()
+    model = RecurrentConfig(f"qrnn {pooling}", PREFIX_VOCABULARY, 2).build().double()
     layer = cast("QRNNLayer", model.layers[0])
     with torch.no_grad():
         layer.gates.weight *= SPREAD
