@@ -200,7 +200,10 @@ def kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "
 
 
 def layers_of(given: str, path: Path) -> int:
-    """Return how many layers the model of a lab run or a bundled name has; imports nothing heavy."""
+    """Return how many layers the model of a lab run or a bundled name has; imports nothing heavy.
+
+    Raises ValueError where the run's lab.json describes no model.
+    """
     folder = path if (path / _LAB_FILE).is_file() else bundled_folder(given)
     try:
         return int(json.loads((folder / _LAB_FILE).read_text(encoding="utf-8"))["model"]["n_layers"])
