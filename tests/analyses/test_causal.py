@@ -210,6 +210,8 @@ def test_prompts_of_one_group_count_once() -> None:
     assert few.causal[["delta_loss_low", "p", "equivalence_bound"]].isna().all(axis=None)
     assert not few.causal["sites"].str.startswith("blocks").any(), "no single norms"
     assert [note for note in few.notes if "15 prompt groups" not in note] == list(report.notes) == []
+    just = measured(lab(), prompts, groups=[i % 16 for i in range(36)], probe=Causal(single_norms=False))
+    assert (just.causal["p"].notna().all(), list(just.notes)) == (True, [])
 
 
 @pytest.mark.parametrize("model", [lab(causal=False), make_bridge("bert")], ids=["lab", "bert"])

@@ -28,7 +28,7 @@ from ln_probe.hooks.model import context_of_config, facts_of
 from ln_probe.loading import convert, pretrained
 from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
 from ln_probe.loading.source import sha256_of_files
-from ln_probe.models import load_model, source_of
+from ln_probe.models import device_named, load_model, source_of
 
 pytestmark = [pytest.mark.lens, pytest.mark.usefixtures("no_network")]
 
@@ -386,3 +386,13 @@ def test_a_real_gguf_file(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> 
     logits = model("The capital of France is", return_type="logits")
     assert model.tokenizer.decode(logits[0, -1].argmax()) == " Paris"
     assert capsys.readouterr() == ("", "")
+
+
+def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one GPU: it is the default, and there is no second."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    names = (None, "cpu", "cuda", "cuda:0", torch.device("cpu"))
+    assert [str(device_named(name)) for name in names] == ["cuda", "cpu", "cuda", "cuda:0", "cpu"]
+    with pytest.raises(ValueError, match="cuda:1"):
+        device_named("cuda:1")
