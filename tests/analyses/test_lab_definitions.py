@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ln_probe.analyses.lab.approximation import relative as targets
-from ln_probe.analyses.lab.approximation.approximation import ApproximationTask
+from ln_probe.analyses.lab.approximation.approximation import ApproximationTask, Cell
 from ln_probe.analyses.lab.approximation.text_models import RelativeTextConfig
 from ln_probe.analyses.lab.counting import counting, tasks, traces
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
@@ -403,6 +403,8 @@ def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
     with torch.no_grad():
         assert float((model(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-10
         assert float(ApproximationTask("adaptive").loss(model, x)) < 1e-10
+        found = ApproximationTask("2b").evaluate(Cell("2b", "table", 1).spec().build())
+        assert found["relative_mse"] * targets.variance("2b") == pytest.approx(found["mse"])
         assert 1e-10 < float((adaptive_by_hand(1e-2)(x) - targets.evaluate("adaptive", x)).pow(2).mean()) < 1e-2
 
 
