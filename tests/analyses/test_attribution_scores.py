@@ -58,6 +58,8 @@ def test_parts_are_exact_whatever_the_width() -> None:
     found = attribute_scores(model, tokens, 1, 0, query=12, key=5).check()
     _, cache = model.run_with_cache(tokens[None])
     assert found.total == pytest.approx(float(cache["blocks.1.attn.hook_attn_scores"][0, 0, 12, 5]), rel=1e-12)
+    every_key = attribute_scores(model, tokens, 1, 0, query=12)
+    assert torch.allclose(found.values.flatten(), every_key.values[:, 0, 5], atol=1e-12), "by components of the key"
 
 
 def test_what_cannot_be_attributed() -> None:

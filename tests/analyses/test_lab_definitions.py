@@ -451,6 +451,7 @@ def test_training_is_torchs(schedule: str, optimizer: str, tmp_path: Path, prose
 def test_positions_by_formula() -> None:
     """Rotary: coordinates j and j + d_head/2 are turned by the position over 10000^(2j/d_head) (Su et al. 2021)."""
     model = replace(SHAPE, positions="rotary", d_head=6).build().double()
+    assert not any("rotary" in name for name in model.state_dict()), "files hold trained numbers"
     _, cache = model.run_with_cache(torch.randint(280, (1, 8)))
     turned = []
     for letter in "qk":

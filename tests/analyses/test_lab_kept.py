@@ -119,6 +119,14 @@ def test_figures_show_the_committed_tables(experiment: str) -> None:
     plt.close("all")
 
 
+def test_traces_are_drawn_of_the_first_seed() -> None:
+    tables = tables_of("counting_traces")
+    (figure,) = traces.plot(tables).values()
+    drawn = sum(len(line.get_ydata()) for axes in figure.axes for line in axes.lines)  # type: ignore[arg-type]
+    assert drawn == (tables["traces"]["seed"] == 0).sum()
+    plt.close("all")
+
+
 # What trains: the committed table with its steps, and how many cells were added after that was made.
 TRAINED: dict[str, tuple[str, int]] = {
     **dict.fromkeys(("majority", "language_model", "language_model_full", "remove_norm"), ("curves", 0)),
