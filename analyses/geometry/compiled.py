@@ -102,11 +102,11 @@ def cache_folder(sources: Path) -> Path | None:
 class Compilation:
     """Compiles kernels once: in the background if it is asked to, and in one process at a time.
 
-    A process of its own fills the cache: numba replaces how warnings are shown while it compiles,
-    and from a program beside it in the same process it took one in thirty.
+    Another process fills the cache: numba replaces how its whole process shows warnings while it
+    compiles, so that a program in another thread lost one warning in thirty.
 
     Args:
-        work: calls every kernel as it will be called; in the module whose `compilation` this is.
+        work: a function that calls every kernel, of the module whose `compilation` this is.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -148,8 +148,8 @@ class Compilation:
             if folder is not None and not (folder / "filled").exists():
                 code = f"from {self._work.__module__} import compilation; compilation.fill({str(folder)!r})"
                 paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-                # Where this fails the kernels are compiled below, and an error is told.
-                subprocess.run([sys.executable, "-c", code], env=os.environ | paths, capture_output=True)
+                # Where this fails the kernels are compiled below, and an error is raised.
+                subprocess.run([sys.executable, "-P", "-c", code], env=os.environ | paths, capture_output=True)
             self._work()
         except BaseException as error:
             self._error = error
